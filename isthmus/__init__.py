@@ -1,0 +1,24 @@
+"""PyTorch programs on every XLA device: device "jax", backend "isthmus", and a road to JAX."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from isthmus import config, errors
+from isthmus._device.registration import register
+
+__version__ = "0.1.0.dev0"
+__all__ = ["config", "errors", "lowering", "metrics"]
+
+register()
+
+
+def __getattr__(name: str) -> Any:
+    """Load what needs JAX when it is asked for."""
+    import importlib
+
+    if name == "lowering":
+        return importlib.import_module("isthmus._ops.registry").lowering
+    if name == "metrics":
+        return importlib.import_module("isthmus.metrics")
+    raise AttributeError(f"module 'isthmus' has no attribute {name!r}")

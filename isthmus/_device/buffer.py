@@ -1,0 +1,106 @@
+"""The array belongs to the storage: a Buffer hangs on it, and every view of the storage shares it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from isthmus._device.private import empty_tensor, restride
+from isthmus._device.strided import contiguous_strides, span
+from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
+from isthmus._runtime.private import is_traced
+
+Array = Any
+
+
+class Signature:
+    """Shape and dtype of a buffer's value and whether it is a tracer; interned, so compared by identity."""
+
+    __slots__ = ("dtype", "shape", "traced")
+    _known: dict[tuple[Any, ...], Signature] = {}
+
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any], traced: bool) -> None:
+        self.shape, self.dtype, self.traced = shape, dtype, traced
+
+    @classmethod
+    def intern(cls, shape: tuple[int, ...], dtype: np.dtype[Any], traced: bool = False) -> Signature:
+        """Return the one signature with these parts."""
+        key = (shape, dtype, traced)
+        return cls._known.get(key) or cls._known.setdefault(key, cls(*key))
+
+    @classmethod
+    def of(cls, value: Array) -> Signature:
+        """Return the signature of ``value``."""
+        return cls.intern(tuple(value.shape), value.dtype, is_traced([value]))
+
+    def __repr__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}{' traced' if self.traced else ''}"
+
+
+class Buffer:
+    """What a storage holds: an array whose elements, in row-major order, are the storage's."""
+
+    __slots__ = ("signature", "value")
+
+    def __init__(self, value: Array, signature: Signature) -> None:
+        self.value, self.signature = value, signature
+
+    def rebind(self, value: Array) -> None:
+        """Replace the contents; every tensor on the storage sees the new ones."""
+        self.value, self.signature = value, Signature.of(value)
+
+
+def buffer_of(tensor: torch.Tensor) -> Buffer:
+    """Return the buffer behind a "jax" tensor."""
+    try:
+        return tensor.untyped_storage()._buffer  # type: ignore[attr-defined]
+    except AttributeError:
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices, jax:0 and "
+            f"{tensor.device}!"
+        ) from None
+
+
+def wrap(value: Array, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a new contiguous tensor that holds ``value``."""
+    return attach(empty_tensor(tuple(value.shape), dtype or to_torch_dtype(value.dtype)), value)
+
+
+def attach(tensor: torch.Tensor, value: Array) -> torch.Tensor:
+    """Give a new tensor's storage its buffer."""
+    tensor.untyped_storage()._buffer = Buffer(value, Signature.of(value))  # type: ignore[attr-defined]
+    return tensor
+
+
+def storage_shape(size: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape in which a new storage for this layout is kept.
+
+    A dense layout keeps its dims in the order of their strides, so that reading it is a transpose.
+    """
+    order = storage_order(size, stride)
+    dense = tuple(size[d] for d in order)
+    if tuple(stride[d] for d in order) == contiguous_strides(dense) or 0 in size:
+        return dense
+    return (span(size, stride),)
+
+
+def storage_order(size: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:
+    """Return the dims from the largest stride to the smallest."""
+    return sorted(range(len(size)), key=lambda d: (-stride[d], d))
+
+
+def wrap_strided(value: Array, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Return a new tensor of this layout on a storage that holds ``value``."""
+    tensor = empty_tensor(size, dtype)
+    if tensor.stride() != stride:
+        tensor = restride(tensor, size, stride)
+    return attach(tensor, value)
+
+
+def storage_length(tensor: torch.Tensor) -> int:
+    """Return how many elements of the tensor's dtype its storage holds."""
+    signature = buffer_of(tensor).signature
+    nbytes = int(np.prod(signature.shape, dtype=np.int64)) * signature.dtype.itemsize
+    return nbytes // to_jax_dtype(tensor.dtype).itemsize

@@ -1,0 +1,49 @@
+"""Conditions that programs return: raised at the call, or at the next host read, as the config says."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from isthmus import config
+from isthmus._runtime.compiler import platform
+
+UserErrors = (IndexError,)
+_lock = threading.Lock()
+_pending: list[tuple[Any, type[Exception], str]] = []
+
+
+def verifier(errors: list[tuple[type[Exception], str]]) -> Callable[[Any], None] | None:
+    """Return what to do with the flags of a program that requires these conditions."""
+    if not errors:
+        return None
+
+    def verify(flags: Any) -> None:
+        mode = config.check_indices
+        if mode == "auto":
+            mode = "now" if platform() == "cpu" else "later"
+        if mode == "off":
+            return
+        found = [(flag, *error) for flag, error in zip(flags, errors, strict=True)]
+        if mode == "now":
+            _raise_first(found)
+        else:
+            with _lock:
+                _pending.extend(found)
+
+    return verify
+
+
+def raise_pending() -> None:
+    """Raise the first error among conditions that were left for later."""
+    if _pending:
+        with _lock:
+            found, _pending[:] = list(_pending), []
+        _raise_first(found)
+
+
+def _raise_first(found: list[tuple[Any, type[Exception], str]]) -> None:
+    for flag, error, message in found:
+        if not bool(flag):
+            raise error(message)

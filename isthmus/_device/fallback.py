@@ -1,0 +1,93 @@
+"""The CPU is the net under every op: counted, warned about once, or refused, as the config says."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from isthmus import config
+from isthmus._graph.schema import schema_of
+from isthmus._runtime import counters
+from isthmus.errors import MissingLowering
+
+
+class FallbackWarning(UserWarning):
+    """An op ran on the CPU."""
+
+
+def permit(op: OpOverload, arguments: dict[str, Any], reason: str) -> None:
+    """Raise if the config forbids ops to fall to the CPU."""
+    if config.fallback == "error":
+        raise MissingLowering(
+            f"no lowering for {op} ({reason})\n"
+            f"  called with  {describe(arguments)}\n"
+            f'  to go on     isthmus.config.fallback = "cpu" runs this op on the CPU\n'
+            f"  to fix it    docs/add-a-lowering.md"
+        )
+
+
+def run(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> Any:
+    """Run ``op`` with ATen on the CPU and bring results and writes back."""
+    permit(op, schema_of(op).bind(args, kwargs), reason)
+    if counters.count_fallback(str(op), reason) and config.fallback == "warn":
+        warnings.warn(f"{op} ran on the CPU ({reason})", FallbackWarning, stacklevel=3)
+    moved: dict[int, torch.Tensor] = {}
+    cpu_args = [_to_cpu(a, moved) for a in args]
+    cpu_kwargs = {name: _to_cpu(value, moved) for name, value in kwargs.items()}
+    result = op(*cpu_args, **cpu_kwargs)
+    schema = schema_of(op)
+    originals: dict[int, torch.Tensor] = {}
+    before, after = schema.bind(args, kwargs), schema.bind(tuple(cpu_args), cpu_kwargs)
+    for name in schema.mutated:
+        for old, new in zip(_tensors(before[name]), _tensors(after[name]), strict=True):
+            originals[id(new)] = old
+            if old.shape != new.shape:
+                old.resize_(new.shape)
+            old.copy_(new)
+    return _to_jax(result, originals)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def _to_cpu(value: Any, moved: dict[int, torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        if value.device.type == "jax" and id(value) not in moved:
+            moved[id(value)] = value.cpu()
+        return moved.get(id(value), value)
+    if isinstance(value, (list, tuple)):
+        return [_to_cpu(item, moved) for item in value]
+    if isinstance(value, torch.device) and value.type == "jax":
+        return torch.device("cpu")
+    return value
+
+
+def _to_jax(result: Any, originals: dict[int, torch.Tensor]) -> Any:
+    if isinstance(result, torch.Tensor):
+        return originals[id(result)] if id(result) in originals else result.to("jax")
+    if isinstance(result, (list, tuple)):
+        return type(result)(_to_jax(item, originals) for item in result)
+    return result
+
+
+def describe(arguments: dict[str, Any]) -> str:
+    """Return a call's arguments in one line."""
+    return ", ".join(f"{name}: {_describe(value)}" for name, value in arguments.items())
+
+
+_SHORT = {"float": "f", "int": "i", "uint": "u", "bfloat": "bf", "complex": "c"}
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        name = str(value.dtype).removeprefix("torch.")
+        stem = name.rstrip("0123456789")
+        return f"{_SHORT.get(stem, stem)}{name[len(stem):]}{list(value.shape)}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_describe(item) for item in value) + "]"
+    return repr(value)

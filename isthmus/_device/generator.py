@@ -1,0 +1,55 @@
+"""Random numbers: a generator is (seed, offset), each random op takes the next offset as a run-time input."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+
+_lock = threading.Lock()
+_MASK = 0xFFFFFFFF
+
+
+class State:
+    """The seed and how many random ops have drawn from it."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self.offset = seed, 0
+
+
+default = State(0)
+
+
+def manual_seed(seed: int) -> None:
+    """Start the sequence of this seed anew."""
+    with _lock:
+        default.seed, default.offset = int(seed) & 0xFFFFFFFFFFFFFFFF, 0
+
+
+def get_state() -> torch.Tensor:
+    """Return (seed, offset) as a CPU byte tensor, as torch keeps generator states."""
+    with _lock:
+        words = np.array([default.seed, default.offset], np.uint64)
+    return torch.from_numpy(words.view(np.uint8).copy())
+
+
+def set_state(state: torch.Tensor) -> None:
+    """Go back to a state that ``get_state`` returned."""
+    if state.dtype != torch.uint8 or state.numel() != 16:
+        raise TypeError("RNG state of device 'jax' must be the 16-byte torch.uint8 tensor get_rng_state returned")
+    seed, offset = state.cpu().contiguous().numpy().view(np.uint64)
+    with _lock:
+        default.seed, default.offset = int(seed), int(offset)
+
+
+def draw(generator: torch.Generator | None) -> np.ndarray[Any, Any]:
+    """Return the next (seed, offset) as four 32-bit words; a CPU generator is drawn from instead."""
+    if generator is not None:
+        low, high = torch.randint(0, 2**32, (2,), generator=generator, dtype=torch.int64).tolist()
+        return np.array([high, low, 0, 0], np.uint32)
+    with _lock:
+        seed, offset = default.seed, default.offset
+        default.offset += 1
+    return np.array([seed >> 32, seed & _MASK, offset >> 32, offset & _MASK], np.uint32)

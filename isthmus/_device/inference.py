@@ -1,0 +1,97 @@
+"""Shape, dtype, strides and errors of a call, from torch's own Meta kernels: asked once per signature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from isthmus._device.buffer import buffer_of, storage_length
+from isthmus._device.private import below_autograd
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Layout and dtype of one result."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Spec:
+        """Return the spec of a tensor."""
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+
+
+META_DEVICE = torch.device("meta")
+
+
+class Shadow:
+    """Meta tensors that stand for the "jax" tensors of one call, sharing storage where those do."""
+
+    def __init__(self, share: bool) -> None:
+        self._bases: dict[tuple[int, torch.dtype], torch.Tensor] | None = {} if share else None
+
+    def __call__(self, value: Any) -> Any:
+        """Return ``value`` with every "jax" tensor and device replaced."""
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value) if value.device.type == "jax" else value
+        if isinstance(value, (list, tuple)):
+            return [self(item) for item in value]
+        if isinstance(value, torch.device):
+            return META_DEVICE
+        return None if isinstance(value, torch.Generator) else value
+
+    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        size, stride, dtype = tensor.shape, tensor.stride(), tensor.dtype
+        if self._bases is None:
+            return torch.empty_strided(size, stride, dtype=dtype, device=META_DEVICE)
+        key = (id(buffer_of(tensor)), dtype)
+        if key not in self._bases:
+            self._bases[key] = torch.empty(storage_length(tensor), dtype=dtype, device=META_DEVICE)
+        return self._bases[key].as_strided(size, stride, tensor.storage_offset())
+
+
+def infer(op: OpOverload, args: Any, kwargs: dict[str, Any], *, share: bool = False) -> tuple[Any, Any, Any] | None:
+    """Run ``op`` on stand-ins and return (result, args, kwargs), all on Meta; None where torch has no Meta kernel.
+
+    Raises what torch raises for a wrong call.
+    """
+    shadow = Shadow(share)
+    with torch.no_grad(), below_autograd():
+        shadow_args = [shadow(a) for a in args]
+        shadow_kwargs = {name: shadow(value) for name, value in kwargs.items()}
+        try:
+            return op(*shadow_args, **shadow_kwargs), shadow_args, shadow_kwargs
+        except NotImplementedError:
+            return None
+
+
+def specs(result: Any) -> list[Spec | None]:
+    """Return the spec of each tensor in a result, None where torch returns none."""
+    if isinstance(result, torch.Tensor):
+        return [Spec.of(result)]
+    if isinstance(result, (list, tuple)):
+        return [spec for item in result for spec in specs(item)]
+    return [None]
+
+
+def rebuild(result: Any, tensors: list[Any]) -> Callable[[list[Any]], Any]:
+    """Return a function that puts new tensors into the structure of ``result``."""
+    if isinstance(result, list):
+        return lambda found: found
+    if isinstance(result, tuple):
+        if any(isinstance(item, (list, tuple)) for item in result):
+            return lambda found: _nest(result, iter(found))
+        return tuple
+    return lambda found: found[0]
+
+
+def _nest(shape: Any, found: Any) -> Any:
+    if isinstance(shape, (list, tuple)):
+        return type(shape)(_nest(item, found) for item in shape)
+    return next(found)

@@ -1,0 +1,38 @@
+"""Every private API of torch the device uses; checked on torch 2.11 and 2.13 by tests/test_private.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+# The Meta kernels of view ops build a tensor on the storage they are given, whatever its device.
+META = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
+empty_tensor = torch._C._acc.create_empty_tensor
+
+
+def redispatch_to_meta(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Run torch's own Meta kernel of a view op on a "jax" tensor."""
+    return op.redispatch(META, *args, **kwargs)
+
+
+def restride(tensor: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
+    """Return a tensor on the same storage with this layout."""
+    return torch.ops.aten.as_strided.default.redispatch(META, tensor, size, stride, offset)
+
+
+def become(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Give ``tensor`` the storage and the layout of ``other``, keeping its identity and version."""
+    torch.Tensor.data.__set__(tensor, other)  # type: ignore[attr-defined]
+    return tensor
+
+
+def has_kernel(op: OpOverload, key: str) -> bool:
+    """Return whether torch has a kernel for ``op`` under this dispatch key."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
+
+
+def below_autograd() -> Any:
+    """Return a guard under which a call goes straight to the backend."""
+    return torch._C._AutoDispatchBelowAutograd()

@@ -1,0 +1,173 @@
+"""A view is read and written by its strides: as slices, transposes and broadcasts wherever they fit.
+
+The value of a storage is an array of any shape; its elements in row-major order are the storage. ``read``
+and ``write`` see it as a grid, a row-major array whose axes have the strides the view needs, and take a
+slice of each axis. What no grid can express (windows that overlap, say) becomes a gather or a scatter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+Array = Any
+Ints = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """``shape`` of the storage as a grid, and for each grid axis the slice of it that the view takes."""
+
+    shape: Ints
+    start: Ints
+    count: Ints
+    step: Ints
+    order: Ints  # grid axis of each view dim that is longer than one and not broadcast
+
+    @property
+    def whole(self) -> bool:
+        """Whether the view takes every element of the grid."""
+        return self.count == self.shape
+
+
+def contiguous_strides(size: Sequence[int]) -> Ints:
+    """Return the strides of a row-major array of this size."""
+    strides, step = [], 1
+    for n in reversed(size):
+        strides.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(strides))
+
+
+def span(size: Sequence[int], stride: Sequence[int]) -> int:
+    """Return how many elements of storage a view covers from its first to its last."""
+    if 0 in size:
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+
+
+def read(value: Array, size: Ints, stride: Ints, offset: Any = 0) -> Array:
+    """Return the elements of the storage ``value`` that the view shows, in the view's shape."""
+    if tuple(value.shape) == size and stride == contiguous_strides(size) and _is_zero(offset):
+        return value
+    if 0 in size:
+        return jnp.zeros(size, value.dtype)
+    if not isinstance(offset, int):
+        flat = lax.dynamic_slice(value.reshape(-1), (offset,), (span(size, stride),))
+        return read(flat, size, stride)
+    kept = [d for d, (n, s) in enumerate(zip(size, stride, strict=True)) if n > 1 and s != 0]
+    grid = find_grid(tuple(value.shape), [size[d] for d in kept], [stride[d] for d in kept], offset)
+    if grid is None:
+        return value.reshape(-1)[_indices(size, stride, offset, math.prod(value.shape))]
+    limit = [a + (n - 1) * k + 1 for a, n, k in zip(grid.start, grid.count, grid.step, strict=True)]
+    block = _as_grid(value, grid)
+    if not grid.whole:
+        block = lax.slice(block, grid.start, limit, grid.step)
+    rest = [axis for axis in range(len(grid.shape)) if axis not in grid.order]
+    block = block.transpose([*grid.order, *rest]).reshape([size[d] for d in kept])
+    return lax.broadcast_in_dim(block, size, kept)
+
+
+def write(value: Array, new: Array, size: Ints, stride: Ints, offset: Any = 0) -> Array:
+    """Return the storage ``value`` with the view's elements replaced by ``new``, of the view's shape."""
+    if tuple(value.shape) == size and stride == contiguous_strides(size) and _is_zero(offset):
+        return new
+    if 0 in size:
+        return value
+    if not isinstance(offset, int):
+        flat = value.reshape(-1)
+        part = lax.dynamic_slice(flat, (offset,), (span(size, stride),))
+        return lax.dynamic_update_slice(flat, write(part, new, size, stride), (offset,)).reshape(value.shape)
+    # Where the view repeats an element the last write wins, as in a loop over the view.
+    last = tuple(slice(n - 1, n) if s == 0 else slice(None) for n, s in zip(size, stride, strict=True))
+    new = new[last]
+    kept = [d for d, (n, s) in enumerate(zip(size, stride, strict=True)) if n > 1 and s != 0]
+    grid = find_grid(tuple(value.shape), [size[d] for d in kept], [stride[d] for d in kept], offset)
+    if grid is None:
+        flat = value.reshape(-1)
+        indices = _indices(tuple(new.shape), stride, offset, flat.shape[0])
+        return flat.at[indices].set(new).reshape(value.shape)
+    rest = [axis for axis in range(len(grid.shape)) if axis not in grid.order]
+    axes = [*grid.order, *rest]
+    block = new.reshape([grid.count[axis] for axis in axes]).transpose(np.argsort(axes))
+    written = block if grid.whole else _update(_as_grid(value, grid), block, grid)
+    return written.reshape(-1)[: math.prod(value.shape)].reshape(value.shape)
+
+
+def find_grid(shape: Ints, size: Sequence[int], stride: Sequence[int], offset: int) -> Grid | None:
+    """Return a grid over a storage of this shape in which the view is a slice of each axis, or None."""
+    base = [s for s, n in zip(contiguous_strides(shape), shape, strict=True) if n > 1]
+    for candidates in ({*base}, {*base, *stride}, {*stride}, set()):
+        grid = _grid(_chain(candidates), math.prod(shape), size, stride, offset)
+        if grid is not None:
+            return grid
+    return None
+
+
+def _chain(candidates: set[int]) -> list[int]:
+    """Return strides, largest first and ending in 1, each a multiple of the next."""
+    chain = [1]
+    for stride in sorted(candidates):
+        if stride > chain[0] and stride % chain[0] == 0:
+            chain.insert(0, stride)
+    return chain
+
+
+def _grid(chain: list[int], total: int, size: Sequence[int], stride: Sequence[int], offset: int) -> Grid | None:
+    # The first axis is as long as the storage needs, and may run past its end: it is padded.
+    shape = [-(-total // chain[0]), *[a // b for a, b in zip(chain, chain[1:], strict=False)]]
+    start, left = [], offset
+    for step in chain:
+        start.append(left // step)
+        left %= step
+    count, steps, order = [1] * len(chain), [1] * len(chain), []
+    for n, s in zip(size, stride, strict=True):
+        axis = next(i for i, step in enumerate(chain) if s % step == 0 and s >= step)
+        if axis in order or start[axis] + (n - 1) * (s // chain[axis]) >= shape[axis]:
+            return None
+        count[axis], steps[axis] = n, s // chain[axis]
+        order.append(axis)
+    if any(a >= n for a, n in zip(start, shape, strict=True)):
+        return None
+    return Grid(tuple(shape), tuple(start), tuple(count), tuple(steps), tuple(order))
+
+
+def _as_grid(value: Array, grid: Grid) -> Array:
+    if tuple(value.shape) == grid.shape:
+        return value
+    flat = value.reshape(-1)
+    missing = math.prod(grid.shape) - flat.shape[0]
+    if missing:
+        flat = jnp.pad(flat, (0, missing))
+    return flat.reshape(grid.shape)
+
+
+def _update(base: Array, block: Array, grid: Grid) -> Array:
+    if all(step == 1 for step in grid.step):
+        return lax.dynamic_update_slice(base, block, grid.start)
+    # A scatter is a loop on the CPU: spread the block over the grid and select instead.
+    config = [
+        (a, length - a - (n - 1) * k - 1, k - 1)
+        for a, n, k, length in zip(grid.start, grid.count, grid.step, grid.shape, strict=True)
+    ]
+    spread = lax.pad(block, jnp.zeros((), block.dtype), config)
+    mask = lax.pad(jnp.ones(block.shape, bool), jnp.zeros((), bool), config)
+    return jnp.where(mask, spread, base)
+
+
+def _indices(size: Ints, stride: Ints, offset: int, total: int) -> Array:
+    dtype = jnp.int32 if total < 2**31 else jnp.int64
+    index = jnp.full(size, offset, dtype)
+    for dim, step in enumerate(stride):
+        index = index + lax.broadcasted_iota(dtype, size, dim) * jnp.asarray(step, dtype)
+    return index
+
+
+def _is_zero(offset: Any) -> bool:
+    return isinstance(offset, int) and offset == 0

@@ -1,0 +1,116 @@
+"""Copies: between "jax" tensors in one executable, to and from the CPU and CUDA through the host or DLPack."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isthmus._device import checks
+from isthmus._device.buffer import buffer_of, storage_order, storage_shape, wrap, wrap_strided
+from isthmus._device.dispatch import kernel_for
+from isthmus._device.hosts import array_from_cpu, cpu_from_array
+from isthmus._runtime import counters
+
+_aten = torch.ops.aten
+_copy = kernel_for(_aten.copy_.default)
+_clone = kernel_for(_aten.clone.default)
+_cast = kernel_for(_aten._to_copy.default)
+
+
+def array_of(tensor: Tensor) -> Any:
+    """Return the elements a "jax" tensor shows, as an array of its shape and dtype."""
+    whole = _whole(tensor)
+    return whole if whole is not None else buffer_of(_clone(tensor, memory_format=torch.contiguous_format)).value
+
+
+def _whole(tensor: Tensor) -> Any:
+    """Return the value of the tensor's storage if the tensor shows all of it as it is, else None."""
+    from isthmus._runtime.dtypes import to_jax_dtype
+
+    buffer = buffer_of(tensor)
+    signature = buffer.signature
+    same = signature.shape == tensor.shape and tensor.storage_offset() == 0 and tensor.is_contiguous()
+    return buffer.value if same and signature.dtype == to_jax_dtype(tensor.dtype) else None
+
+
+def copy_(self: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
+    """Write ``src`` into ``self``, whichever devices they are on."""
+    if self.device.type != "jax":
+        return self.copy_(to_cpu(src), non_blocking)
+    if src.device.type == "jax":
+        return _copy(self, src)
+    arrived = from_other(src)
+    if _whole(self) is not None and arrived.shape == self.shape and arrived.dtype == self.dtype:
+        buffer_of(self).rebind(buffer_of(arrived).value)
+        return self
+    return _copy(self, arrived)
+
+
+def copy_from(self: Tensor, dst: Tensor, non_blocking: bool = False) -> Tensor:
+    """Write ``self`` into ``dst``: the order of arguments torch's device copies use."""
+    return copy_(dst, self, non_blocking)
+
+
+def from_other(tensor: Tensor) -> Tensor:
+    """Return a tensor of another device as a new "jax" tensor with the same strides if they are dense."""
+    counters.count("transfers to device")
+    size, stride = tuple(tensor.shape), tuple(tensor.stride())
+    if len(storage_shape(size, stride)) != len(size):
+        return wrap(array_from_cpu(tensor.cpu()), tensor.dtype)
+    array = array_from_cpu(tensor.permute(storage_order(size, stride)).cpu())
+    return wrap_strided(array, size, stride, tensor.dtype)
+
+
+def to_cpu(tensor: Tensor) -> Tensor:
+    """Return a "jax" tensor's elements on the CPU, to be copied from."""
+    counters.count("transfers to host")
+    array = array_of(tensor)
+    checks.raise_pending()
+    return cpu_from_array(array, tensor.dtype)
+
+
+def to_copy(self: Tensor, **options: Any) -> Tensor:
+    """Return a copy with another dtype, device or memory format."""
+    device = options.pop("device", None) or self.device
+    if device.type == "jax":
+        source = self if self.device.type == "jax" else from_other(self)
+        return _cast(source, **options)
+    dtype, memory_format = options.get("dtype") or self.dtype, options.get("memory_format")
+    if memory_format in (None, torch.preserve_format):
+        target = torch.empty_strided(self.shape, _dense_strides(self), dtype=dtype, device=device)
+    else:
+        target = torch.empty(self.shape, dtype=dtype, device=device, memory_format=memory_format)
+    return target.copy_(to_cpu(self))
+
+
+def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
+    return torch.empty_like(torch.empty_strided(tensor.shape, tensor.stride(), device="meta")).stride()
+
+
+def local_scalar_dense(self: Tensor) -> Any:
+    """Return the one element of ``self`` as a Python number."""
+    return to_cpu(self).item()
+
+
+def equal(self: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same size and elements."""
+    if self.device != other.device:
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices, {self.device} and "
+            f"{other.device}!"
+        )
+    if self.dtype != other.dtype:
+        raise RuntimeError(f"Expected object of data type {self.dtype} but got data type {other.dtype} for argument 'other'")
+    return self.shape == other.shape and bool((self == other).all())
+
+
+KERNELS = {
+    "copy_": copy_,
+    "_copy_from": copy_from,
+    "_copy_from_and_resize": copy_from,
+    "_to_copy": to_copy,
+    "_local_scalar_dense": local_scalar_dense,
+    "equal": equal,
+}

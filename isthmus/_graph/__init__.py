@@ -1,0 +1,1 @@
+"""Calls in ATen terms, insulated from torch's schemas; nothing here imports JAX."""

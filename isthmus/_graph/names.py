@@ -1,0 +1,43 @@
+"""Overloads by name: one this torch does not have becomes a ``Missing``, never an import error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+
+class Missing:
+    """The name of an overload that this version of torch does not have."""
+
+    found: dict[str, Missing] = {}
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        Missing.found[name] = self
+
+    def __repr__(self) -> str:
+        return f"Missing({self.name})"
+
+
+class _Packet:
+    def __init__(self, namespace: str, name: str) -> None:
+        self._namespace, self._name = namespace, name
+
+    def __getattr__(self, overload: str) -> OpOverload | Missing:
+        packet = getattr(getattr(torch.ops, self._namespace), self._name, None)
+        op = getattr(packet, overload, None) if packet is not None else None
+        return op if isinstance(op, OpOverload) else Missing(f"{self._namespace}.{self._name}.{overload}")
+
+
+class _Namespace:
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, packet: str) -> Any:
+        return _Packet(self._name, packet)
+
+
+aten: Any = _Namespace("aten")
+"""``aten.add.Tensor`` is torch's overload, or a ``Missing`` that carries the name."""

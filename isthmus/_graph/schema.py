@@ -1,0 +1,119 @@
+"""What a schema says of an op: the kind of each argument, what it mutates, its functional twin."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+# Arguments that say where a result lives, not what it is: the device layer answers them.
+PLACEMENT = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"})
+
+_KINDS = {
+    "Tensor": "tensor",
+    "Optional[Tensor]": "tensor",
+    "List[Tensor]": "tensors",
+    "List[Optional[Tensor]]": "tensors",
+    "Optional[List[Tensor]]": "tensors",
+    "number": "scalar",
+    "Optional[number]": "scalar",
+    "List[number]": "scalars",
+}
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of a schema; ``kind`` is tensor, tensors, scalar, scalars or static."""
+
+    name: str
+    kind: str
+    type: str
+    default: Any
+    has_default: bool
+    mutated: bool
+    out: bool
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The part of an op's schema that dispatch needs."""
+
+    op: OpOverload
+    arguments: tuple[Argument, ...]
+    mutated: tuple[str, ...]
+    returns_aliases: bool
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return every argument by name, defaults filled in."""
+        names = [argument.name for argument in self.arguments]
+        bound = {argument.name: argument.default for argument in self.arguments if argument.has_default}
+        bound.update(zip(names, args, strict=False))
+        bound.update(kwargs)
+        return {name: bound[name] for name in names if name in bound}
+
+
+@functools.cache
+def schema_of(op: OpOverload) -> Schema:
+    """Return the schema of ``op`` in the terms used here."""
+    arguments = tuple(_argument(argument) for argument in op._schema.arguments)
+    mutated = tuple(argument.name for argument in arguments if argument.mutated)
+    aliases = any(r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns)
+    return Schema(op, arguments, mutated, aliases)
+
+
+def _argument(argument: Any) -> Argument:
+    kind = str(argument.type)
+    return Argument(
+        name=argument.name,
+        kind=_KINDS.get(kind, "static"),
+        type=kind,
+        default=argument.default_value if argument.has_default_value() else None,
+        has_default=argument.has_default_value(),
+        mutated=argument.alias_info is not None and argument.alias_info.is_write,
+        out=argument.is_out,
+    )
+
+
+@functools.cache
+def functional_of(op: OpOverload) -> OpOverload | None:
+    """Return the op that computes what ``op`` writes: ``add.Tensor`` for ``add_.Tensor`` and ``add.out``."""
+    schema = schema_of(op)
+    if not schema.mutated:
+        return None
+    namespace, name = op._schema.name.split("::")
+    outs = [argument for argument in schema.arguments if argument.out]
+    if outs:
+        wanted = [a for a in schema.arguments if not a.out]
+        return _overload(namespace, name, wanted)
+    if name.endswith("_") and not name.endswith("__"):
+        return _overload(namespace, name[:-1], list(schema.arguments))
+    return _overload(namespace, f"{name}_functional", list(schema.arguments))
+
+
+def _overload(namespace: str, name: str, wanted: list[Argument]) -> OpOverload | None:
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+    if packet is None:
+        return None
+    signature = [(argument.name, argument.type) for argument in wanted]
+    for overload in packet.overloads():
+        candidate = schema_of(getattr(packet, overload))
+        if not candidate.mutated and [(a.name, a.type) for a in candidate.arguments] == signature:
+            return candidate.op
+    return None
+
+
+@functools.cache
+def mutating_of(op: OpOverload) -> tuple[OpOverload, ...]:
+    """Return the in-place and ``out=`` overloads whose functional twin is ``op``."""
+    namespace, name = op._schema.name.split("::")
+    found = []
+    for candidate in (name, f"{name}_"):
+        packet = getattr(getattr(torch.ops, namespace), candidate, None)
+        if packet is None:
+            continue
+        overloads = [getattr(packet, overload) for overload in packet.overloads()]
+        found += [o for o in overloads if functional_of(o) is op]
+    return tuple(found)

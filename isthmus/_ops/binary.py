@@ -1,0 +1,250 @@
+"""Elementwise ops of two or three operands, each a tensor or a number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from isthmus._graph.names import aten
+from isthmus._ops.common import (
+    ALWAYS_BOOL,
+    DEFAULT,
+    INT_TO_FLOAT,
+    NO_OPMATH,
+    cast,
+    elementwise,
+    promote,
+)
+from isthmus._ops.registry import lowering
+
+Array = Any
+
+
+def _add(a: Array, b: Array, alpha: Any = None) -> Array:
+    if alpha is not None:
+        b = b * alpha
+    return jnp.logical_or(a, b) if a.dtype == jnp.bool_ else a + b
+
+
+def _sub(a: Array, b: Array, alpha: Any = None) -> Array:
+    return a - (b if alpha is None else b * alpha)
+
+
+def _rsub(a: Array, b: Array, alpha: Any = None) -> Array:
+    return _sub(b, a, alpha)
+
+
+def _with_alpha(op: Any, fn: Any) -> None:
+    """File an op with ``alpha``, which scales an operand but takes no part in promotion."""
+
+    @lowering(op)
+    def lowered(self: Any, other: Any, alpha: Any = 1) -> Array:
+        compute, result = promote(self, other)
+        scale = None if isinstance(alpha, int) and alpha == 1 else cast(alpha, compute)
+        return cast(fn(cast(self, compute), cast(other, compute), scale), result)
+
+
+_with_alpha(aten.add.Tensor, _add)
+_with_alpha(aten.add.Scalar, _add)
+_with_alpha(aten.sub.Tensor, _sub)
+_with_alpha(aten.sub.Scalar, _sub)
+_with_alpha(aten.rsub.Tensor, _rsub)
+_with_alpha(aten.rsub.Scalar, _rsub)
+
+
+def _mul(a: Array, b: Array) -> Array:
+    return jnp.logical_and(a, b) if a.dtype == jnp.bool_ else a * b
+
+
+def _floor_divide(a: Array, b: Array) -> Array:
+    if jnp.issubdtype(a.dtype, jnp.integer):
+        return jnp.floor_divide(a, b)
+    return _python_floor_divide(a, b)
+
+
+def _python_floor_divide(a: Array, b: Array) -> Array:
+    """Divide and round down as Python does, from the exact remainder."""
+    remainder = jax.lax.rem(a, b)
+    quotient = (a - remainder) / b
+    quotient = jnp.where((remainder != 0) & ((b < 0) != (remainder < 0)), quotient - 1, quotient)
+    down = jnp.floor(quotient)
+    rounded = jnp.where(quotient - down > 0.5, down + 1, down)
+    signed_zero = jnp.copysign(jnp.zeros_like(a), a / b)
+    result = jnp.where(quotient == 0, signed_zero, rounded)
+    return jnp.where(b == 0, a / b, result)
+
+
+def _trunc_divide(a: Array, b: Array) -> Array:
+    return jax.lax.div(a, b) if jnp.issubdtype(a.dtype, jnp.integer) else jnp.trunc(a / b)
+
+
+def _remainder(a: Array, b: Array) -> Array:
+    if jnp.issubdtype(a.dtype, jnp.integer):
+        return jnp.remainder(a, b)
+    found = jax.lax.rem(a, b)
+    return jnp.where((found != 0) & ((b < 0) != (found < 0)), found + b, found)
+
+
+def _pow(a: Array, b: Array) -> Array:
+    if jnp.issubdtype(a.dtype, jnp.integer):
+        return _integer_pow(a, b)
+    return jnp.power(a, b)
+
+
+def _integer_pow(a: Array, b: Array) -> Array:
+    """Raise integers with wrap-around; a negative exponent leaves 1 and -1 and turns the rest to 0."""
+    power = jnp.power(a, jnp.abs(b) if jnp.issubdtype(b.dtype, jnp.signedinteger) else b)
+    if not jnp.issubdtype(b.dtype, jnp.signedinteger):
+        return power
+    odd = (b & 1) == 1
+    inverse = jnp.where(a == 1, 1, jnp.where(a == -1, jnp.where(odd, -1, 1), 0)).astype(a.dtype)
+    return jnp.where(b < 0, inverse, power)
+
+
+def _maximum(a: Array, b: Array) -> Array:
+    return jnp.logical_or(a, b) if a.dtype == jnp.bool_ else jnp.maximum(a, b)
+
+
+def _minimum(a: Array, b: Array) -> Array:
+    return jnp.logical_and(a, b) if a.dtype == jnp.bool_ else jnp.minimum(a, b)
+
+
+def _clamp(x: Array, low: Any = None, high: Any = None) -> Array:
+    if low is not None:
+        x = jnp.maximum(x, low)
+    return x if high is None else jnp.minimum(x, high)
+
+
+SAME = {
+    aten.mul.Tensor: _mul,
+    aten.mul.Scalar: _mul,
+    aten.bitwise_and.Tensor: jnp.bitwise_and,
+    aten.bitwise_and.Scalar: jnp.bitwise_and,
+    aten.bitwise_or.Tensor: jnp.bitwise_or,
+    aten.bitwise_or.Scalar: jnp.bitwise_or,
+    aten.bitwise_xor.Tensor: jnp.bitwise_xor,
+    aten.bitwise_xor.Scalar: jnp.bitwise_xor,
+    aten.floor_divide.default: _floor_divide,
+    aten.fmax.default: jnp.fmax,
+    aten.fmin.default: jnp.fmin,
+    aten.fmod.Tensor: jax.lax.rem,
+    aten.fmod.Scalar: lambda a, b: jax.lax.rem(a, jnp.broadcast_to(b, a.shape)),
+    aten.maximum.default: _maximum,
+    aten.minimum.default: _minimum,
+    aten.pow.Tensor_Tensor: _pow,
+    aten.pow.Tensor_Scalar: _pow,
+    aten.pow.Scalar: _pow,
+    aten.remainder.Tensor: _remainder,
+    aten.remainder.Scalar: _remainder,
+    aten.remainder.Scalar_Tensor: _remainder,
+    aten.clamp.default: _clamp,
+    aten.clamp.Tensor: _clamp,
+    aten.clamp_min.default: jnp.maximum,
+    aten.clamp_min.Tensor: jnp.maximum,
+    aten.clamp_max.default: jnp.minimum,
+    aten.clamp_max.Tensor: jnp.minimum,
+    aten.gcd.default: jnp.gcd,
+    aten.lcm.default: jnp.lcm,
+    aten.hypot.default: jnp.hypot,
+    aten.copysign.Tensor: jnp.copysign,
+    aten.nextafter.default: jnp.nextafter,
+}
+FLOATING = {
+    aten.div.Tensor: jnp.true_divide,
+    aten.div.Scalar: jnp.true_divide,
+    aten.atan2.default: jnp.arctan2,
+    aten.logaddexp.default: jnp.logaddexp,
+    aten.logaddexp2.default: jnp.logaddexp2,
+}
+COMPARISONS = {
+    "eq": jnp.equal,
+    "ne": jnp.not_equal,
+    "lt": jnp.less,
+    "le": jnp.less_equal,
+    "gt": jnp.greater,
+    "ge": jnp.greater_equal,
+}
+LOGICAL = {
+    aten.logical_and.default: jnp.logical_and,
+    aten.logical_or.default: jnp.logical_or,
+    aten.logical_xor.default: jnp.logical_xor,
+}
+
+def _broadcasting(fn: Any) -> Any:
+    return lambda a, b: fn(*jnp.broadcast_arrays(a, b))
+
+
+for _op in (aten.fmod.Tensor, aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor,
+            aten.floor_divide.default, aten.fmod.Scalar):
+    SAME[_op] = _broadcasting(SAME[_op])
+for _op, _fn in SAME.items():
+    elementwise(_op, _fn, promote_as=DEFAULT)
+for _op, _fn in FLOATING.items():
+    elementwise(_op, _fn, promote_as=INT_TO_FLOAT)
+for _name, _fn in COMPARISONS.items():
+    elementwise(getattr(aten, _name).Tensor, _fn, promote_as=ALWAYS_BOOL)
+    elementwise(getattr(aten, _name).Scalar, _fn, promote_as=ALWAYS_BOOL)
+for _op, _fn in LOGICAL.items():
+    elementwise(_op, _fn, promote_as=ALWAYS_BOOL)
+
+
+def _div_mode(op: Any) -> None:
+    @lowering(op)
+    def div(self: Array, other: Any, rounding_mode: str | None) -> Array:
+        """Divide, and round the quotient as asked."""
+        kind = INT_TO_FLOAT if rounding_mode is None else DEFAULT
+        compute, result = promote(self, other, kind=kind)
+        a, b = jnp.broadcast_arrays(cast(self, compute), cast(other, compute))
+        fn = {None: jnp.true_divide, "trunc": _trunc_divide, "floor": _floor_divide}[rounding_mode]
+        return cast(fn(a, b), result)
+
+
+_div_mode(aten.div.Tensor_mode)
+_div_mode(aten.div.Scalar_mode)
+
+
+@lowering(aten.where.self)
+def where(condition: Array, self: Any, other: Any) -> Array:
+    """``self`` where the condition holds, ``other`` elsewhere."""
+    _, result = promote(self, other, kind=NO_OPMATH)
+    return jnp.where(condition != 0, cast(self, result), cast(other, result))
+
+
+@lowering(aten.masked_fill.Scalar)
+def masked_fill_scalar(self: Array, mask: Array, value: Any) -> Array:
+    """``value`` where the mask holds."""
+    return jnp.where(mask, cast(value, self.dtype), self)
+
+
+@lowering(aten.masked_fill.Tensor)
+def masked_fill_tensor(self: Array, mask: Array, value: Array) -> Array:
+    """``value``, a 0-dim tensor, where the mask holds."""
+    return jnp.where(mask, cast(value, self.dtype), self)
+
+
+def _scaled(op: Any, fn: Any) -> None:
+    @lowering(op)
+    def lowered(self: Array, tensor1: Array, tensor2: Array, value: Any = 1) -> Array:
+        compute, result = promote(self, tensor1, tensor2)
+        a, b, c, v = (cast(x, compute) for x in (self, tensor1, tensor2, value))
+        return cast(a + v * fn(b, c), result)
+
+
+_scaled(aten.addcmul.default, jnp.multiply)
+_scaled(aten.addcdiv.default, jnp.true_divide)
+
+
+def _lerp(op: Any) -> None:
+    @lowering(op)
+    def lerp(self: Array, end: Array, weight: Any) -> Array:
+        """Interpolate from whichever end is nearer, as torch does, so that weight 1 gives ``end`` exactly."""
+        compute, result = promote(self, end)
+        a, b, w = cast(self, compute), cast(end, compute), cast(weight, compute)
+        near = jnp.abs(w) < 0.5
+        return cast(jnp.where(near, a + w * (b - a), b - (b - a) * (1 - w)), result)
+
+
+_lerp(aten.lerp.Scalar)
+_lerp(aten.lerp.Tensor)

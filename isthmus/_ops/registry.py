@@ -1,0 +1,132 @@
+"""The registry: ``@lowering(op)`` checks a function against the op's schema and files it under the op."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch._ops import OpOverload
+
+from isthmus._graph.names import Missing
+from isthmus._graph.schema import PLACEMENT, Schema, schema_of
+from isthmus.errors import SchemaError, Unsupported
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """A pure function for one op, and which of its arguments are values known only at run time."""
+
+    op: OpOverload
+    function: Callable[..., Any]
+    dynamic: frozenset[str]
+    parameters: frozenset[str]
+    random: bool
+    matmul: bool
+    size: Callable[..., Any] | None
+
+    def __call__(self, arguments: dict[str, Any]) -> Any:
+        """Lower a call given every argument by name; one nobody knows may only have its default."""
+        defaults = {a.name: a.default for a in schema_of(self.op).arguments if a.has_default}
+        for name, value in arguments.items():
+            known = name in self.parameters or name in PLACEMENT
+            if not known and not (name in defaults and _same(value, defaults[name])):
+                raise Unsupported(f"the lowering of {self.op} does not know {name}={value!r}")
+        return self.function(**{_safe(k): v for k, v in arguments.items() if k in self.parameters})
+
+
+registry: dict[OpOverload, Lowering] = {}
+refused: dict[str, str] = {}
+on_register: list[Callable[[Lowering], None]] = []
+"""Called with each new lowering; the device hangs its kernels here."""
+
+
+def lowering(
+    op: OpOverload | Missing,
+    *,
+    static: Iterable[str] = (),
+    dynamic: Iterable[str] = (),
+    random: bool = False,
+    matmul: bool = False,
+    size: Callable[..., Any] | None = None,
+    replace: bool = False,
+) -> Callable[[Function], Function]:
+    """File the decorated function as the lowering of ``op``.
+
+    Tensors and ``Scalar`` arguments are run-time values, everything else is static; ``static`` and
+    ``dynamic`` name the exceptions. A ``random`` lowering has a parameter ``rng``, a JAX key; a ``matmul``
+    one is recompiled when torch's float32 precision changes; ``size`` computes the data-dependent size
+    that the lowering then gets, as a Python int, in its parameter ``size``.
+    """
+
+    def file(function: Function) -> Function:
+        if isinstance(op, Missing):
+            refused[op.name] = "this torch does not have the overload"
+            return function
+        schema = _check_op(op, replace)
+        parameters = _check_parameters(schema, function, random=random, sized=size is not None)
+        runtime = {a.name for a in schema.arguments if a.kind in ("tensor", "tensors", "scalar", "scalars")}
+        entry = Lowering(
+            op=op,
+            function=function,
+            dynamic=frozenset((runtime | set(dynamic)) - set(static)),
+            parameters=parameters,
+            random=random,
+            matmul=matmul,
+            size=size,
+        )
+        registry[op] = entry
+        for listener in on_register:
+            listener(entry)
+        return function
+
+    return file
+
+
+def _check_op(op: Any, replace: bool) -> Schema:
+    if not isinstance(op, OpOverload):
+        raise SchemaError(f"@lowering takes one overload such as aten.add.Tensor, not {op!r}")
+    schema = schema_of(op)
+    if schema.mutated:
+        raise SchemaError(f"{op} writes to {', '.join(schema.mutated)}: lower its functional form, which serves both")
+    if schema.returns_aliases:
+        raise SchemaError(f"{op} returns a view: views are torch's own and need no lowering")
+    if op in registry and not replace:
+        raise SchemaError(f"{op} already has a lowering; pass replace=True to take its place")
+    return schema
+
+
+def _check_parameters(schema: Schema, function: Callable[..., Any], *, random: bool, sized: bool) -> frozenset[str]:
+    known = {argument.name for argument in schema.arguments}
+    extra = ({"rng"} if random else set()) | ({"size"} if sized and "size" not in known else set())
+    parameters = {_schema_name(name) for name in inspect.signature(function).parameters}
+    strangers = parameters - known - extra
+    if strangers:
+        raise SchemaError(f"lowering of {schema.op} has parameters its schema lacks: {', '.join(sorted(strangers))}")
+    required = {a.name for a in schema.arguments if not a.has_default and a.name not in PLACEMENT}
+    if required - parameters:
+        missing = ", ".join(sorted(required - parameters))
+        raise SchemaError(f"lowering of {schema.op} ignores required arguments: {missing}")
+    return frozenset(parameters)
+
+
+def _safe(name: str) -> str:
+    """Return a schema name as a Python parameter: ``from`` is a keyword, so ``from_``."""
+    return "from_" if name == "from" else name
+
+
+def _schema_name(name: str) -> str:
+    return "from" if name == "from_" else name
+
+
+def _same(value: Any, default: Any) -> bool:
+    # A default only counts as itself: Numbers and arrays are never equal to it.
+    return type(value) in (type(default), list, tuple) and list_or_self(value) == list_or_self(default)
+
+
+def list_or_self(value: Any) -> Any:
+    """Return a tuple as a list, so that the two compare."""
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,111 @@
+"""Elementwise ops of one tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from isthmus._graph.names import aten
+from isthmus._ops.common import (
+    ALWAYS_BOOL,
+    COMPLEX_TO_FLOAT,
+    DEFAULT,
+    INT_TO_FLOAT,
+    elementwise,
+)
+
+Array = Any
+
+
+def _is_floating(x: Array) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def _is_complex(x: Array) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.complexfloating))
+
+
+def _sign(x: Array) -> Array:
+    # jnp.sign keeps a nan; torch's sign of a nan is 0.
+    if x.dtype == jnp.bool_:
+        return x
+    return (x > 0).astype(x.dtype) - (x < 0).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.signedinteger) or _is_floating(x) else (x > 0).astype(x.dtype)
+
+
+def _round(x: Array) -> Array:
+    return jnp.round(x) if _is_floating(x) else x
+
+
+def _keep_int(fn: Any) -> Any:
+    return lambda x: fn(x) if _is_floating(x) else x
+
+
+def _rsqrt(x: Array) -> Array:
+    return 1 / jnp.sqrt(x) if _is_complex(x) else jax.lax.rsqrt(x)
+
+
+def _abs(x: Array) -> Array:
+    return x if x.dtype == jnp.bool_ else jnp.abs(x)
+
+
+FLOATING = {
+    aten.acos.default: jnp.arccos,
+    aten.acosh.default: jnp.arccosh,
+    aten.asin.default: jnp.arcsin,
+    aten.asinh.default: jnp.arcsinh,
+    aten.atan.default: jnp.arctan,
+    aten.atanh.default: jnp.arctanh,
+    aten.cos.default: jnp.cos,
+    aten.cosh.default: jnp.cosh,
+    aten.digamma.default: jax.lax.digamma,
+    aten.erf.default: jax.lax.erf,
+    aten.erfc.default: jax.lax.erfc,
+    aten.erfinv.default: jax.lax.erf_inv,
+    aten.exp.default: jnp.exp,
+    aten.exp2.default: jnp.exp2,
+    aten.expm1.default: jnp.expm1,
+    aten.lgamma.default: jax.lax.lgamma,
+    aten.log.default: jnp.log,
+    aten.log10.default: jnp.log10,
+    aten.log1p.default: jnp.log1p,
+    aten.log2.default: jnp.log2,
+    aten.reciprocal.default: lambda x: 1 / x,
+    aten.rsqrt.default: _rsqrt,
+    aten.sigmoid.default: jax.nn.sigmoid,
+    aten.sin.default: jnp.sin,
+    aten.sinc.default: jnp.sinc,
+    aten.sinh.default: jnp.sinh,
+    aten.sqrt.default: jnp.sqrt,
+    aten.tan.default: jnp.tan,
+    aten.tanh.default: jnp.tanh,
+}
+SAME = {
+    aten.bitwise_not.default: jnp.bitwise_not,
+    aten.ceil.default: _keep_int(jnp.ceil),
+    aten.conj_physical.default: jnp.conj,
+    aten.floor.default: _keep_int(jnp.floor),
+    aten.neg.default: jnp.negative,
+    aten.relu.default: lambda x: jnp.where(x <= 0, jnp.zeros_like(x), x),
+    aten.round.default: _round,
+    aten.sign.default: _sign,
+    aten.trunc.default: _keep_int(jnp.trunc),
+    aten.frac.default: lambda x: x - jnp.trunc(x),
+}
+BOOLEAN = {
+    aten.isinf.default: jnp.isinf,
+    aten.isnan.default: jnp.isnan,
+    aten.isneginf.default: lambda x: jnp.isneginf(x) if _is_floating(x) else jnp.zeros(x.shape, bool),
+    aten.isposinf.default: lambda x: jnp.isposinf(x) if _is_floating(x) else jnp.zeros(x.shape, bool),
+    aten.logical_not.default: jnp.logical_not,
+    aten.signbit.default: lambda x: jnp.signbit(x) if _is_floating(x) else x < 0,
+}
+
+for _op, _fn in FLOATING.items():
+    elementwise(_op, _fn, promote_as=INT_TO_FLOAT)
+for _op, _fn in SAME.items():
+    elementwise(_op, _fn, promote_as=DEFAULT)
+for _op, _fn in BOOLEAN.items():
+    elementwise(_op, _fn, promote_as=ALWAYS_BOOL)
+elementwise(aten.abs.default, _abs, promote_as=COMPLEX_TO_FLOAT)

@@ -1,0 +1,1 @@
+"""The one folder that talks to JAX's compiler."""

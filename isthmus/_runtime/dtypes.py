@@ -1,0 +1,39 @@
+"""torch dtypes and JAX dtypes, one table both ways."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+_NAMES = (
+    "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64 "
+    "complex128 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
+).split()
+
+
+def _scalar_type(name: str) -> Any:
+    return np.bool_ if name == "bool" else getattr(jnp, name, None)
+
+
+_TO_JAX: dict[torch.dtype, np.dtype[Any]] = {
+    getattr(torch, name): np.dtype(_scalar_type(name))
+    for name in _NAMES
+    if hasattr(torch, name) and _scalar_type(name) is not None
+}
+_TO_TORCH = {value: key for key, value in _TO_JAX.items()}
+
+
+def to_jax_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """Return JAX's dtype for torch's, or raise torch's kind of error."""
+    try:
+        return _TO_JAX[dtype]
+    except KeyError:
+        raise TypeError(f"device 'jax' has no dtype {dtype}: XLA does not know it") from None
+
+
+def to_torch_dtype(dtype: Any) -> torch.dtype:
+    """Return torch's dtype for JAX's."""
+    return _TO_TORCH[np.dtype(dtype)]

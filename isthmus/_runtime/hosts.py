@@ -1,0 +1,46 @@
+"""Arrays from the host: Python numbers, kept on the device once seen, and numpy arrays, always copied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from isthmus._runtime.compiler import default_device, scoped_x64
+
+_NUMBER_DTYPES = {bool: np.bool_, int: np.int64, float: np.float64, complex: np.complex128}
+_CACHE_LIMIT = 4096
+_numbers: dict[tuple[type, Any], Any] = {}
+
+
+def device_number(value: Any) -> Any:
+    """Return a 0-dim array holding a Python number in its widest type."""
+    kind = type(value)
+    # 0.0 and -0.0 are equal and hash alike, and so do complex numbers made of them.
+    key = (kind, value) if value and kind is not complex else (kind, repr(value))
+    array = _numbers.get(key)
+    if array is None:
+        if len(_numbers) >= _CACHE_LIMIT:
+            _numbers.clear()
+        array = _numbers[key] = from_numpy(_as_numpy(value))
+    return array
+
+
+def _as_numpy(value: Any) -> np.ndarray[Any, Any]:
+    if type(value) is int and value > np.iinfo(np.int64).max:
+        return np.asarray(value, np.uint64)
+    return np.asarray(value, _NUMBER_DTYPES[type(value)])
+
+
+def from_numpy(array: np.ndarray[Any, Any]) -> Any:
+    """Return ``array`` on the device, in memory of its own."""
+    with scoped_x64():
+        # device_put may alias the numpy memory on the CPU platform; the tensor it came from can still change.
+        return jax.device_put(np.array(array, copy=True), default_device())
+
+
+def to_numpy(value: Any) -> np.ndarray[Any, Any]:
+    """Return the contents of a jax array; the memory may be shared and must not be written."""
+    return np.asarray(value)
+

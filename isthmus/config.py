@@ -1,0 +1,79 @@
+"""Settings: one frozen dataclass, changed by assignment, as in ``isthmus.config.fallback = "error"``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, field, fields, replace
+from types import ModuleType
+from typing import Any
+
+from isthmus.errors import ConfigError
+
+
+def _setting(default: Any, variable: str, choices: tuple[Any, ...], doc: str) -> Any:
+    return field(default=default, metadata={"variable": variable, "choices": choices, "doc": doc})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Every setting, its default, its environment variable and one sentence about it."""
+
+    fallback: str = _setting(
+        "warn",
+        "ISTHMUS_FALLBACK",
+        ("cpu", "warn", "error"),
+        "What happens to an op nothing lowers: run it on the CPU silently, with one warning, or raise.",
+    )
+    check_indices: str = _setting(
+        "auto",
+        "ISTHMUS_CHECK_INDICES",
+        ("auto", "now", "later", "off"),
+        "When an index out of range raises: at its call, at the next host read, never; auto is now on the "
+        "CPU and later elsewhere.",
+    )
+    donate: str = _setting(
+        "auto",
+        "ISTHMUS_DONATE",
+        ("auto", "off"),
+        "Whether an in-place op may reuse the memory of the array it replaces.",
+    )
+
+
+def from_environment() -> Settings:
+    """Return the settings the environment asks for."""
+    given = {f.name: os.environ[f.metadata["variable"]] for f in fields(Settings) if f.metadata["variable"] in os.environ}
+    for name, value in given.items():
+        _check(name, value)
+    return Settings(**given)
+
+
+def _check(name: str, value: Any) -> None:
+    known = {f.name: f for f in fields(Settings)}
+    if name not in known:
+        raise ConfigError(f"isthmus.config has no setting {name!r}; it has {', '.join(known)}")
+    choices = known[name].metadata["choices"]
+    if value not in choices:
+        options = ", ".join(repr(choice) for choice in choices)
+        raise ConfigError(f"isthmus.config.{name} = {value!r} is not a choice; choose from {options}")
+
+
+class _Config(ModuleType):
+    """Makes the module's settings assignable, and refuses what is not a setting."""
+
+    def __getattr__(self, name: str) -> Any:
+        settings = self.__dict__["current"]
+        if name in Settings.__dataclass_fields__:
+            return getattr(settings, name)
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("__") or name in self.__dict__:
+            super().__setattr__(name, value)
+            return
+        _check(name, value)
+        super().__setattr__("current", replace(self.__dict__["current"], **{name: value}))
+
+
+current = from_environment()
+sys.modules[__name__].__class__ = _Config

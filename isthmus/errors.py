@@ -1,0 +1,31 @@
+"""The errors Isthmus raises of its own; a mistake torch also rejects raises torch's exception."""
+
+from __future__ import annotations
+
+
+class IsthmusError(RuntimeError):
+    """Anything Isthmus itself refuses to do."""
+
+
+class MissingLowering(IsthmusError, NotImplementedError):
+    """An op has no lowering and may not fall back to the CPU."""
+
+
+class Unsupported(IsthmusError):
+    """Raised inside a lowering: these arguments are not for it, let the next tier answer."""
+
+
+class LoweringError(IsthmusError):
+    """A lowering failed, or disagreed with torch about the shape or dtype of its result."""
+
+
+class RegistrationError(IsthmusError):
+    """The device was registered too late, or something else already took its place."""
+
+
+class SchemaError(IsthmusError, TypeError):
+    """A lowering does not fit the schema of the op it was registered for."""
+
+
+class ConfigError(IsthmusError, ValueError):
+    """A setting was given a value it does not have."""
