@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 
 from isthmus._device.private import empty_tensor, restride
 from isthmus._device.strided import contiguous_strides, span
-from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
+from isthmus._runtime.dtypes import to_torch_dtype
 from isthmus._runtime.private import is_traced
 
 Array = Any
@@ -18,11 +19,12 @@ Array = Any
 class Signature:
     """Shape and dtype of a buffer's value and whether it is a tracer; interned, so compared by identity."""
 
-    __slots__ = ("dtype", "shape", "traced")
+    __slots__ = ("dtype", "nbytes", "shape", "traced")
     _known: dict[tuple[Any, ...], Signature] = {}
 
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any], traced: bool) -> None:
         self.shape, self.dtype, self.traced = shape, dtype, traced
+        self.nbytes = math.prod(shape) * dtype.itemsize
 
     @classmethod
     def intern(cls, shape: tuple[int, ...], dtype: np.dtype[Any], traced: bool = False) -> Signature:
@@ -101,6 +103,4 @@ def wrap_strided(value: Array, size: Any, stride: Any, dtype: torch.dtype) -> to
 
 def storage_length(tensor: torch.Tensor) -> int:
     """Return how many elements of the tensor's dtype its storage holds."""
-    signature = buffer_of(tensor).signature
-    nbytes = int(np.prod(signature.shape, dtype=np.int64)) * signature.dtype.itemsize
-    return nbytes // to_jax_dtype(tensor.dtype).itemsize
+    return buffer_of(tensor).signature.nbytes // tensor.dtype.itemsize

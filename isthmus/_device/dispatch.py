@@ -34,6 +34,7 @@ from isthmus._device.plan import (
     target_tensors,
 )
 from isthmus._device.hosts import array_from_cpu
+from isthmus._device.sized import SizedKernel
 from isthmus._device.private import become, empty_tensor, restride
 from isthmus._graph.schema import functional_of, schema_of
 from isthmus._ops import families  # noqa: F401  # importing it files every lowering
@@ -135,13 +136,18 @@ class Kernel:
         return found or next((a for a in args if isinstance(a, torch.Generator)), None)
 
 
-_kernels: dict[OpOverload, Kernel] = {}
+_kernels: dict[OpOverload, Callable[..., Any]] = {}
 
 
-def kernel_for(op: OpOverload) -> Kernel:
+def kernel_for(op: OpOverload) -> Callable[..., Any]:
     """Return the kernel that runs ``op`` by its lowering or a lower tier."""
     found = _kernels.get(op)
-    return found if found is not None else _kernels.setdefault(op, Kernel(op))
+    return found if found is not None else _kernels.setdefault(op, _kernel(op))
+
+
+def _kernel(op: OpOverload) -> Callable[..., Any]:
+    lowering = registry.get(functional_of(op) or op)
+    return SizedKernel(op) if lowering is not None and lowering.size is not None else Kernel(op)
 
 
 def forget(op: OpOverload) -> None:
@@ -165,10 +171,18 @@ def _alias_pattern(args: Any, kwargs: dict[str, Any]) -> tuple[int, ...]:
 
 def build(kernel: Kernel, inputs: list[Any], args: Any, kwargs: dict[str, Any], key: list[Any]) -> Run:
     """Return the plan for a new key: the lowering, else a decomposition, else the CPU."""
-    found = inference.infer(kernel.op, args, kwargs, share=bool(kernel.schema.mutated))
     arguments = kernel.schema.bind(args, kwargs)
     traced = any(isinstance(part, Signature) and part.traced for part in key)
-    function, reason = _tier(kernel, arguments), "nothing lowers it"
+    function, reason = kernel.lowering or decompose.function_for(kernel.functional), "nothing lowers it"
+    found = None
+    try:
+        found = inference.infer(kernel.op, args, kwargs, share=bool(kernel.schema.mutated))
+    except Exception as error:
+        if traced:
+            raise
+        # The CPU says what is wrong in the words users know; if it finds nothing wrong, it answers.
+        fallback.attempt(kernel.op, args, kwargs)
+        function, reason = None, f"torch could not infer its result: {error}"
     if function is not None:
         try:
             return _Builder(kernel, function, inputs, args, kwargs, found, traced).plan()
@@ -182,13 +196,6 @@ def build(kernel: Kernel, inputs: list[Any], args: Any, kwargs: dict[str, Any], 
         raise IsthmusError(f"{kernel.op} cannot run inside a trace: {reason}")
     fallback.permit(kernel.op, arguments, reason)
     return lambda _, args, kwargs: fallback.run(kernel.op, args, kwargs, reason)
-
-
-def _tier(kernel: Kernel, arguments: dict[str, Any]) -> Callable[[dict[str, Any]], Any] | None:
-    lowering = kernel.lowering
-    if lowering is not None:
-        return lowering
-    return decompose.function_for(kernel.functional)
 
 
 class _Builder:

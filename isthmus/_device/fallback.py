@@ -50,6 +50,17 @@ def run(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], reason: s
     return _to_jax(result, originals)
 
 
+def attempt(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Run ``op`` on copies on the CPU, for the error it raises."""
+    moved: dict[int, torch.Tensor] = {}
+    cpu_args = [_to_cpu(a, moved) for a in args]
+    cpu_kwargs = {name: _to_cpu(value, moved) for name, value in kwargs.items()}
+    try:
+        op(*cpu_args, **cpu_kwargs)
+    except Exception as error:
+        raise error.with_traceback(None) from None
+
+
 def _tensors(value: Any) -> list[torch.Tensor]:
     values = value if isinstance(value, (list, tuple)) else [value]
     return [v for v in values if isinstance(v, torch.Tensor)]

@@ -21,6 +21,8 @@ def array_from_cpu(tensor: torch.Tensor) -> Any:
 def cpu_from_array(array: Any, dtype: torch.dtype) -> torch.Tensor:
     """Return an array as a CPU tensor; its memory may be the array's, so copy from it and never write."""
     host = to_numpy(array)
+    if host.size == 0:
+        return torch.empty(host.shape, dtype=dtype)
     flat = np.ascontiguousarray(host).reshape(-1).view(np.uint8)
     if not flat.flags.writeable:
         # torch warns of read-only memory; nothing here writes to it.
@@ -29,6 +31,8 @@ def cpu_from_array(array: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    if tensor.numel() == 0:
+        return np.empty(0, np.uint8)
     return tensor.reshape(-1).view(torch.uint8).numpy()
 
 

@@ -12,7 +12,6 @@ from isthmus._device.buffer import buffer_of, storage_length
 from isthmus._device.private import become, redispatch_to_meta, restride
 from isthmus._device.strided import contiguous_strides, span
 from isthmus._runtime.compiler import scoped_x64
-from isthmus._runtime.dtypes import to_jax_dtype
 
 _aten = torch.ops.aten
 
@@ -25,17 +24,16 @@ def as_strided(self: Tensor, size: Any, stride: Any, storage_offset: int | None 
 
 
 def _check_bounds(tensor: Tensor, size: Any, stride: Any, offset: int) -> None:
+    if 0 in size:
+        return
     reach = offset + 1
     for n, s in zip(size, stride, strict=False):
         reach += (n - 1) * s
-        if n == 0:
-            return
-    if reach > storage_length(tensor):
-        width = to_jax_dtype(tensor.dtype).itemsize
+    nbytes, width = buffer_of(tensor).signature.nbytes, tensor.dtype.itemsize
+    if reach * width > nbytes:
         raise RuntimeError(
             f"setStorage: sizes {list(size)}, strides {list(stride)}, storage offset {offset}, and itemsize {width} "
-            f"requiring a storage size of {reach * width} are out of bounds for storage of size "
-            f"{storage_length(tensor) * width}"
+            f"requiring a storage size of {reach * width} are out of bounds for storage of size {nbytes}"
         )
 
 
@@ -59,7 +57,7 @@ def _grow(tensor: Tensor, length: int) -> None:
     if missing <= 0:
         return
     buffer = buffer_of(tensor)
-    width = to_jax_dtype(tensor.dtype).itemsize
+    width = tensor.dtype.itemsize
     more = -(-missing * width // buffer.signature.dtype.itemsize)
     with scoped_x64():
         buffer.rebind(jnp.pad(buffer.value.reshape(-1), (0, more)))

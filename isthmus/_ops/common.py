@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,14 +89,13 @@ def elementwise(
         return cast(function(*inputs, **values), result)
 
     lowered.__doc__ = function.__doc__
-    lowered.__signature__ = _signature([*operands, *static])  # type: ignore[attr-defined]
+    lowered.__signature__ = keyword_signature([*operands, *static])  # type: ignore[attr-defined]
     lowered.__wrapped_function__ = function  # type: ignore[attr-defined]
     lowering(op, static=static)(lowered)
 
 
-def _signature(names: Sequence[str]) -> Any:
-    import inspect
-
+def keyword_signature(names: Sequence[str]) -> inspect.Signature:
+    """Return a signature of these keyword parameters, for a lowering written as ``**values``."""
     kind = inspect.Parameter.KEYWORD_ONLY
     return inspect.Signature([inspect.Parameter(name, kind) for name in names])
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import torch
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import accumulation_dtype, cast
+from isthmus._ops.common import accumulation_dtype, cast, keyword_signature
 from isthmus._ops.registry import lowering
 
 Array = Any
@@ -77,9 +77,7 @@ def _plus(op: Any, names: tuple[str, str]) -> None:
         scaled = jnp.where(factor == 0, jnp.zeros((), wide), factor * cast(base, wide))
         return cast(found + scaled, base.dtype)
 
-    from isthmus._ops.common import _signature
-
-    lowered.__signature__ = _signature(["self", first, second, "beta", "alpha"])  # type: ignore[attr-defined]
+    lowered.__signature__ = keyword_signature(["self", first, second, "beta", "alpha"])  # type: ignore[attr-defined]
     lowered.__doc__ = f"beta * self + alpha * ({first} @ {second})"
     lowering(op, matmul=True)(lowered)
 

@@ -32,7 +32,7 @@ class Lowering:
         """Lower a call given every argument by name; one nobody knows may only have its default."""
         defaults = {a.name: a.default for a in schema_of(self.op).arguments if a.has_default}
         for name, value in arguments.items():
-            known = name in self.parameters or name in PLACEMENT
+            known = name in self.parameters or name in PLACEMENT or name == "rng"
             if not known and not (name in defaults and _same(value, defaults[name])):
                 raise Unsupported(f"the lowering of {self.op} does not know {name}={value!r}")
         return self.function(**{_safe(k): v for k, v in arguments.items() if k in self.parameters})

@@ -1,0 +1,77 @@
+"""Ops whose result's size depends on values: one program finds the size, the host reads it, one computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from torch._ops import OpOverload
+
+from isthmus._device.buffer import wrap
+from isthmus._graph.schema import functional_of, schema_of
+from isthmus._ops.registry import registry
+from isthmus._runtime import compiler
+from isthmus._runtime.dtypes import to_jax_dtype
+from isthmus.errors import IsthmusError
+
+_LIMIT = 1024
+
+
+class SizedKernel:
+    """All calls of one overload whose lowering has a ``size``."""
+
+    def __init__(self, op: OpOverload) -> None:
+        self.op, self.schema = op, schema_of(op)
+        self.lowering = registry[functional_of(op) or op]
+        self.programs: dict[Any, Any] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one call."""
+        from isthmus._device.transfer import array_of
+
+        arguments = self.schema.bind(args, kwargs)
+        targets = [arguments.pop(name) for name in self.schema.mutated]
+        names = [n for n, v in arguments.items() if isinstance(v, torch.Tensor)]
+        arrays = [array_of(arguments.pop(name)) for name in names]
+        if any(isinstance(array, jax.core.Tracer) for array in arrays):
+            raise IsthmusError(f"{self.op} has a result whose size depends on values, which a trace does not have")
+        arguments = {n: to_jax_dtype(v) if isinstance(v, torch.dtype) else v for n, v in arguments.items()}
+        found = self._program("size", names, arrays, arguments)(*arrays)
+        size = tuple(np.asarray(found).reshape(-1).tolist())
+        results = self._program(size, names, arrays, arguments)(*arrays)
+        tensors = [wrap(array) for array in results]
+        if targets:
+            return self._write(targets, tensors)
+        return tensors[0] if len(self.op._schema.returns) == 1 else tuple(tensors)
+
+    def _program(self, size: Any, names: list[str], arrays: list[Any], arguments: dict[str, Any]) -> Any:
+        key = (size, *[(a.shape, a.dtype) for a in arrays], repr(arguments))
+        if key not in self.programs:
+            if len(self.programs) >= _LIMIT:
+                self.programs.clear()
+            self.programs[key] = compiler.compile(self._function(size, names, arguments), arrays)
+        return self.programs[key]
+
+    def _function(self, size: Any, names: list[str], arguments: dict[str, Any]) -> Any:
+        lowering, find = self.lowering, self.lowering.size
+        assert find is not None
+
+        def count(*arrays: Any) -> Any:
+            given = {**arguments, **dict(zip(names, arrays, strict=True))}
+            return find(**{n: v for n, v in given.items() if n in lowering.parameters})
+
+        def compute(*arrays: Any) -> Any:
+            given = {**arguments, **dict(zip(names, arrays, strict=True))}
+            result = lowering({**given, "size": size[0] if len(size) == 1 else size})
+            return tuple(result) if isinstance(result, (list, tuple)) else (result,)
+
+        return count if size == "size" else compute
+
+    def _write(self, targets: list[torch.Tensor], tensors: list[torch.Tensor]) -> Any:
+        for target, tensor in zip(targets, tensors, strict=True):
+            if target.shape != tensor.shape:
+                target.resize_(tensor.shape)
+            target.copy_(tensor)
+        return targets[0] if len(targets) == 1 else tuple(targets)
