@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+# First of all: it autoloads isthmus._device.registration, which must not be half-imported by then.
+import torch  # noqa: F401
+
 from isthmus import config, errors
 from isthmus._device.registration import register
 

@@ -42,7 +42,8 @@ class Settings:
 
 def from_environment() -> Settings:
     """Return the settings the environment asks for."""
-    given = {f.name: os.environ[f.metadata["variable"]] for f in fields(Settings) if f.metadata["variable"] in os.environ}
+    variables = {f.name: f.metadata["variable"] for f in fields(Settings)}
+    given = {name: os.environ[variable] for name, variable in variables.items() if variable in os.environ}
     for name, value in given.items():
         _check(name, value)
     return Settings(**given)
@@ -58,14 +59,15 @@ def _check(name: str, value: Any) -> None:
         raise ConfigError(f"isthmus.config.{name} = {value!r} is not a choice; choose from {options}")
 
 
+def __getattr__(name: str) -> Any:
+    """Return the current value of a setting."""
+    if name in Settings.__dataclass_fields__:
+        return getattr(current, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 class _Config(ModuleType):
     """Makes the module's settings assignable, and refuses what is not a setting."""
-
-    def __getattr__(self, name: str) -> Any:
-        settings = self.__dict__["current"]
-        if name in Settings.__dataclass_fields__:
-            return getattr(settings, name)
-        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("__") or name in self.__dict__:

@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isthmus._device.buffer import storage_shape, wrap_strided
+from isthmus._device.buffer import storage_length, storage_shape, wrap, wrap_strided
+from isthmus._device.module import check_device
+from isthmus._device.private import restride
 from isthmus._device.strided import contiguous_strides
 from isthmus._runtime import compiler
 from isthmus._runtime.dtypes import to_jax_dtype
+from isthmus._runtime.hosts import device_number
 
 _SHARED_BYTES = 1 << 16
 _SHARED_LIMIT = 1024
@@ -47,17 +50,116 @@ def empty(size: Any, *, dtype: Any = None, layout: Any = None, device: Any = Non
         if n < 0:
             raise RuntimeError(f"Trying to create tensor with negative dimension {n}: {list(size)}")
     if memory_format in (None, torch.contiguous_format, torch.preserve_format):
-        return empty_strided(size, contiguous_strides(size), dtype=dtype)
+        return empty_strided(size, contiguous_strides(size), dtype=dtype, device=device)
     stride = torch.empty(size, device="meta", memory_format=memory_format).stride()
-    return empty_strided(size, stride, dtype=dtype)
+    return empty_strided(size, stride, dtype=dtype, device=device)
+
+
+def efficient_zeros(size: Any, **options: Any) -> Tensor:
+    """Return zeros; torch's tensor that knows it is zero cannot be made from Python."""
+    return empty(size, **options).zero_()
 
 
 def empty_strided(size: Any, stride: Any, *, dtype: Any = None, layout: Any = None, device: Any = None,
                   pin_memory: Any = None) -> Tensor:
     """Return a new tensor with this layout."""
+    check_device(device)
     size, stride = tuple(size), tuple(stride)
     dtype = dtype or torch.get_default_dtype()
     return wrap_strided(zeros(storage_shape(size, stride), to_jax_dtype(dtype)), size, stride, dtype)
 
 
-KERNELS = {"empty.memory_format": empty, "empty_strided": empty_strided}
+def zeros_of(size: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None) -> Tensor:
+    """Return zeros, which is what ``empty`` returns here too."""
+    return empty(size, dtype=dtype, device=device)
+
+
+def new_zeros(self: Tensor, size: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+    """Return zeros in the dtype of ``self`` unless told otherwise."""
+    if device is not None and device.type != "jax":
+        return torch.zeros(size, dtype=dtype or self.dtype, device=device)
+    return empty(size, dtype=dtype or self.dtype, device=device)
+
+
+def zeros_like(self: Tensor, *, dtype: Any = None, device: Any = None, memory_format: Any = None, **_: Any) -> Tensor:
+    """Return zeros in the layout of ``self``, dense."""
+    dtype = dtype or self.dtype
+    if device is not None and device.type != "jax":
+        return torch.empty_like(self, dtype=dtype, device=device, memory_format=memory_format).zero_()
+    if memory_format is None and self.is_contiguous():
+        return empty(self.shape, dtype=dtype, device=device)
+    shadow = torch.empty_strided(self.shape, self.stride(), device="meta")
+    stride = torch.empty_like(shadow, memory_format=memory_format or torch.preserve_format).stride()
+    return empty_strided(self.shape, stride, dtype=dtype, device=device)
+
+
+def _count(length: int, dtype: Any) -> Any:
+    """Return the function that counts ``length`` steps from a start, both run-time values, as torch counts."""
+    import jax.numpy as jnp
+
+    from isthmus._ops.common import accumulation_dtype, cast
+
+    # torch counts float32 in double, half types in float and every integer in int64.
+    wide = accumulation_dtype(dtype) if dtype.itemsize == 2 else jnp.float64
+    wide = wide if jnp.issubdtype(dtype, jnp.inexact) else jnp.int64
+
+    def count(start: Any, step: Any) -> Any:
+        return cast(cast(start, wide) + cast(step, wide) * jnp.arange(length, dtype=wide), dtype)
+
+    return count
+
+
+_counters: dict[tuple[Any, ...], Any] = {}
+
+
+def arange(start: Any, end: Any, step: Any = 1, *, dtype: Any = None, layout: Any = None, device: Any = None,
+           pin_memory: Any = None) -> Tensor:
+    """Return the numbers from ``start`` to ``end``; torch says how many, and only that is compiled for."""
+    shadow = torch.ops.aten.arange.start_step(start, end, step, dtype=dtype, device="meta")
+    length, jax_dtype = shadow.shape[0], to_jax_dtype(shadow.dtype)
+    first, stride = device_number(start), device_number(step)
+    key = (length, jax_dtype, type(start), type(step))
+    program = _counters.get(key)
+    if program is None:
+        if len(_counters) >= _SHARED_LIMIT:
+            _counters.clear()
+        program = _counters[key] = compiler.compile(_count(length, jax_dtype), [first, stride])
+    return wrap(program(first, stride), shadow.dtype)
+
+
+def arange_end(end: Any, **options: Any) -> Tensor:
+    """Return the numbers from 0 to ``end``."""
+    return arange(0, end, **options)
+
+
+def arange_out(start: Any, end: Any, step: Any = 1, *, out: Tensor) -> Tensor:
+    """Write the numbers from ``start`` to ``end`` into ``out``, resized if it must be."""
+    found = arange(start, end, step, dtype=out.dtype)
+    if out.shape != found.shape:
+        out.resize_(found.shape)
+    return out.copy_(found)
+
+
+def as_strided_scatter(self: Tensor, src: Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> Tensor:
+    """Return a copy of ``self``, storage and strides included, with a view of any layout replaced."""
+    length, offset = storage_length(self), self.storage_offset()
+    copied = restride(self, (length,), (1,)).clone()
+    found = restride(copied, self.shape, self.stride(), offset)
+    at = offset if storage_offset is None else storage_offset
+    copied.as_strided(size, stride, at).copy_(src)
+    return found
+
+
+KERNELS = {
+    "empty.memory_format": empty,
+    "empty_strided": empty_strided,
+    "_efficientzerotensor": efficient_zeros,
+    "zeros": zeros_of,
+    "zeros_like": zeros_like,
+    "new_zeros": new_zeros,
+    "arange": arange_end,
+    "arange.start": arange,
+    "arange.start_step": arange,
+    "arange.start_out": arange_out,
+    "as_strided_scatter": as_strided_scatter,
+}

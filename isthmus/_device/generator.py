@@ -47,7 +47,7 @@ def set_state(state: torch.Tensor) -> None:
 def draw(generator: torch.Generator | None) -> np.ndarray[Any, Any]:
     """Return the next (seed, offset) as four 32-bit words; a CPU generator is drawn from instead."""
     if generator is not None:
-        low, high = torch.randint(0, 2**32, (2,), generator=generator, dtype=torch.int64).tolist()
+        low, high = torch.randint(0, 2**32, (2,), generator=generator, dtype=torch.int64, device="cpu").tolist()
         return np.array([high, low, 0, 0], np.uint32)
     with _lock:
         seed, offset = default.seed, default.offset

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import torch
 
+from isthmus._runtime.compiler import scoped_x64
 from isthmus._runtime.dtypes import to_jax_dtype
 from isthmus._runtime.hosts import from_numpy, to_numpy
 
@@ -28,6 +30,12 @@ def cpu_from_array(array: Any, dtype: torch.dtype) -> torch.Tensor:
         # torch warns of read-only memory; nothing here writes to it.
         flat = flat.copy() if flat.size < 4096 else _writeable_alias(flat)
     return torch.from_numpy(flat).view(dtype).reshape(host.shape)
+
+
+def copied(array: Any) -> Any:
+    """Return the same elements in memory of their own, for somebody who may write to it."""
+    with scoped_x64():
+        return jnp.array(array, copy=True)
 
 
 def _bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,18 +80,13 @@ def specs(result: Any) -> list[Spec | None]:
     return [None]
 
 
-def rebuild(result: Any, tensors: list[Any]) -> Callable[[list[Any]], Any]:
-    """Return a function that puts new tensors into the structure of ``result``."""
-    if isinstance(result, list):
-        return lambda found: found
-    if isinstance(result, tuple):
-        if any(isinstance(item, (list, tuple)) for item in result):
-            return lambda found: _nest(result, iter(found))
-        return tuple
-    return lambda found: found[0]
+def skeleton(result: Any) -> Any:
+    """Return the structure of a result without its tensors."""
+    return type(result)(skeleton(item) for item in result) if isinstance(result, (list, tuple)) else None
 
 
-def _nest(shape: Any, found: Any) -> Any:
+def nest(shape: Any, found: Iterator[Any]) -> Any:
+    """Return the next items of ``found`` in a structure that ``skeleton`` returned."""
     if isinstance(shape, (list, tuple)):
-        return type(shape)(_nest(item, found) for item in shape)
+        return type(shape)(nest(item, found) for item in shape)
     return next(found)

@@ -7,15 +7,23 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from isthmus._device import factories, transfer, views
-from isthmus._device.dispatch import forget, kernel_for
+from isthmus._device import batchnorm, factories, lists, masks, random_factories, transfer, views
+from isthmus._device.conjugate import resolving
+from isthmus._device.dispatch import kernel_for, refresh
 from isthmus._device.private import has_kernel
 from isthmus._graph.schema import mutating_of
 from isthmus._ops.registry import Lowering, on_register, registry
 
 _libraries: dict[str, torch.library.Library] = {}
 _registered: set[OpOverload] = set()
-_own = {**views.KERNELS, **factories.KERNELS, **transfer.KERNELS}
+_own = {
+    **batchnorm.KERNELS,
+    **views.KERNELS,
+    **factories.KERNELS,
+    **masks.KERNELS, **transfer.KERNELS,
+    **lists.KERNELS,
+    **random_factories.KERNELS,
+}
 
 
 def call(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
@@ -44,16 +52,11 @@ def _loses_gradient(op: OpOverload) -> bool:
 
 def _register_lowering(entry: Lowering) -> None:
     for op in (entry.op, *mutating_of(entry.op)):
-        forget(op)
+        refresh(op)
         if op in _registered or op.name().removeprefix("aten::") in _own or _loses_gradient(op):
             continue
         _registered.add(op)
-        _register(op, _entry(op))
-
-
-def _entry(op: OpOverload) -> Any:
-    # Looked up at each call: a later lowering of the same op replaces the kernel, not torch's registration.
-    return lambda *args, **kwargs: kernel_for(op)(*args, **kwargs)
+        _register(op, resolving(op, kernel_for(op)))
 
 
 for _name, _function in _own.items():

@@ -11,6 +11,7 @@ import torch
 
 from isthmus._device import generator
 
+_initialized = True  # torch.utils.checkpoint keeps the generator's state only for a device that says so
 _peak: dict[str, int] = {"bytes": 0}
 
 
@@ -48,9 +49,14 @@ def current_device() -> int:
 
 def set_device(device: Any) -> None:
     """Accept the only device there is."""
+    check_device(device)
+
+
+def check_device(device: Any) -> None:
+    """Raise unless ``device`` is the only device there is."""
     index = _index(device)
     if index != 0:
-        raise RuntimeError(f"invalid device ordinal: jax:{index}; there is one device, jax:0")
+        raise RuntimeError(f"invalid device ordinal: jax:{index}; torch sees one device, jax:0, whatever JAX has")
 
 
 def _index(device: Any) -> int:
@@ -150,15 +156,18 @@ def get_device_properties(device: Any = None) -> Any:
 
 
 def memory_stats(device: Any = None) -> dict[str, int]:
-    """Return JAX's memory statistics; on a platform without any, what live arrays take."""
-    stats = _jax_device().memory_stats()
-    if stats:
-        return dict(stats)
-    import jax
+    """Return JAX's memory statistics, under torch's names too; where it has none, what live arrays take."""
+    stats = dict(_jax_device().memory_stats() or {})
+    if not stats:
+        import jax
 
-    used = sum(array.nbytes for array in jax.live_arrays() if not array.is_deleted())
-    _peak["bytes"] = max(_peak["bytes"], used)
-    return {"bytes_in_use": used, "peak_bytes_in_use": _peak["bytes"]}
+        used = sum(array.nbytes for array in jax.live_arrays() if not array.is_deleted())
+        _peak["bytes"] = max(_peak["bytes"], used)
+        stats = {"bytes_in_use": used, "peak_bytes_in_use": _peak["bytes"]}
+    for kind in ("allocated", "reserved"):
+        stats[f"{kind}_bytes.all.current"] = stats["bytes_in_use"]
+        stats[f"{kind}_bytes.all.peak"] = stats["peak_bytes_in_use"]
+    return stats
 
 
 def memory_allocated(device: Any = None) -> int:
@@ -180,8 +189,29 @@ def reset_peak_memory_stats(device: Any = None) -> None:
     _peak["bytes"] = 0
 
 
+def reset_accumulated_memory_stats(device: Any = None) -> None:
+    """Do nothing: XLA keeps no accumulated counts."""
+
+
+def get_memory_info(device: Any = None) -> tuple[int, int]:
+    """Return (free, total) bytes of the device; of this machine where JAX runs on its CPU."""
+    stats = _jax_device().memory_stats() or {}
+    if "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"], stats["bytes_limit"]
+    import os
+
+    page = os.sysconf("SC_PAGE_SIZE")
+    return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
+
+
+mem_get_info = get_memory_info
+
+
 def empty_cache() -> None:
     """Do nothing: memory is XLA's."""
+
+
+empty_host_cache = empty_cache
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
@@ -207,6 +237,11 @@ def get_autocast_dtype() -> torch.dtype:
 def is_compiled() -> bool:
     """Return True: there is nothing to compile."""
     return True
+
+
+def utilization(device: Any = None) -> int:
+    """Raise: XLA does not report it."""
+    raise NotImplementedError("JAX does not report the utilization of its devices")
 
 
 class Stream:

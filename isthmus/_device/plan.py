@@ -1,22 +1,21 @@
-"""A plan: what a call with one signature compiles to, and how its results become tensors."""
+"""Slots: how a program finds the arguments of a call among its inputs, and stores its results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
 
 from isthmus._device import strided
-from isthmus._device.buffer import buffer_of, storage_order, storage_shape
+from isthmus._device.buffer import storage_order, storage_shape
 from isthmus._device.inference import Spec
 from isthmus._device.reinterpret import reinterpret
 from isthmus._ops.common import Number, cast
-from isthmus._runtime.dtypes import to_jax_dtype
+from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
 from isthmus.errors import LoweringError
 
 Array = Any
@@ -31,12 +30,12 @@ class TensorSlot:
     offset_index: int | None
     spec: Spec
 
-    def read(self, inputs: list[Array]) -> Array:
+    def read(self, inputs: Sequence[Array]) -> Array:
         """Return the view's elements."""
         storage = reinterpret(inputs[self.index], to_jax_dtype(self.spec.dtype))
         return strided.read(storage, self.spec.size, self.spec.stride, self.offset(inputs))
 
-    def write(self, storage: Array, inputs: list[Array], new: Array) -> Array:
+    def write(self, storage: Array, inputs: Sequence[Array], new: Array) -> Array:
         """Return the storage with the view's elements replaced."""
         dtype = storage.dtype
         typed = reinterpret(storage, to_jax_dtype(self.spec.dtype))
@@ -44,7 +43,7 @@ class TensorSlot:
         written = strided.write(typed, new, self.spec.size, self.spec.stride, self.offset(inputs))
         return reinterpret(written, dtype).reshape(storage.shape)
 
-    def offset(self, inputs: list[Array]) -> Any:
+    def offset(self, inputs: Sequence[Array]) -> Any:
         """Return where the view starts: 0, or an input."""
         return 0 if self.offset_index is None else inputs[self.offset_index]
 
@@ -68,7 +67,7 @@ Slot = TensorSlot | NumberSlot | Static | list[Any]
 
 
 def slot_for(value: Any, dynamic: bool, index: Iterator[int]) -> Slot:
-    """Return how the program finds an argument among its inputs; the order is ``dispatch.gather``'s."""
+    """Return how the program finds an argument among its inputs; in the order of ``dispatch.gather``."""
     if isinstance(value, torch.Tensor):
         at = next(index)
         has_offset = value.device.type == "jax" and value.storage_offset() != 0
@@ -80,7 +79,7 @@ def slot_for(value: Any, dynamic: bool, index: Iterator[int]) -> Slot:
     return Static(value)
 
 
-def fill(slot: Slot, inputs: list[Array]) -> Any:
+def fill(slot: Slot, inputs: Sequence[Array]) -> Any:
     """Return the argument as a lowering sees it."""
     if isinstance(slot, TensorSlot):
         return slot.read(inputs)
@@ -105,34 +104,14 @@ def store(result: Array, spec: Spec | None, op: Any) -> Array:
     return strided.write(jnp.zeros(shape, dtype), result, spec.size, spec.stride)
 
 
-def contiguous_specs(function: Callable[..., Any], inputs: list[Array]) -> list[Spec]:
+def contiguous_specs(function: Callable[..., Any], examples: Sequence[Any]) -> list[Spec]:
     """Return the specs of what ``function`` computes, for an op torch has no Meta kernel for."""
-    from isthmus._runtime.compiler import abstract
-    from isthmus._runtime.dtypes import to_torch_dtype
-
-    shapes = jax.eval_shape(function, *[abstract(np.asarray(i) if np.isscalar(i) else i) for i in inputs])
-    leaves = jax.tree.leaves(shapes)
-    return [Spec(s.shape, strided.contiguous_strides(s.shape), to_torch_dtype(s.dtype)) for s in leaves]
+    shapes = [leaf for leaf in jax.eval_shape(function, *examples) if leaf is not None]
+    return [Spec(s.shape, strided.contiguous_strides(s.shape), to_torch_dtype(s.dtype)) for s in shapes]
 
 
-def target_slots(slots: dict[str, Slot], names: tuple[str, ...]) -> list[TensorSlot]:
-    """Return the slots of the tensors a call writes to, in order."""
-    found: list[TensorSlot] = []
-    for name in names:
-        slot = slots[name]
-        found += [s for s in (slot if isinstance(slot, list) else [slot]) if isinstance(s, TensorSlot)]
-    return found
-
-
-def target_tensors(arguments: dict[str, Any], names: tuple[str, ...]) -> list[torch.Tensor]:
-    """Return the tensors a call writes to, in the order of ``target_slots``."""
-    found: list[torch.Tensor] = []
-    for name in names:
-        value = arguments[name]
-        found += [t for t in (value if isinstance(value, (list, tuple)) else [value]) if t is not None]
-    return found
-
-
-def buffers(tensors: list[torch.Tensor]) -> list[Any]:
-    """Return the buffer behind each tensor."""
-    return [buffer_of(tensor) for tensor in tensors]
+def flatten(result: Any) -> list[Any]:
+    """Return the leaves of a lowering's result in order, Nones included."""
+    if isinstance(result, (list, tuple)):
+        return [leaf for item in result for leaf in flatten(item)]
+    return [result]

@@ -36,3 +36,8 @@ def has_kernel(op: OpOverload, key: str) -> bool:
 def below_autograd() -> Any:
     """Return a guard under which a call goes straight to the backend."""
     return torch._C._AutoDispatchBelowAutograd()
+
+
+def op_names() -> list[str]:
+    """Return the full name of every op torch's dispatcher knows; TorchScript's own overloads are not among them."""
+    return list(torch._C._dispatch_get_all_op_names())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any
 
@@ -20,12 +21,15 @@ def register() -> None:
         if "library" in _state:
             return
         _check_first()
-        from isthmus._device import module
+        _state["with torch"] = getattr(torch.__spec__, "_initializing", False)
+        from isthmus._device import autocast, module, objects
 
         _setup_privateuseone_for_python_backend("jax", backend_module=module, hook=_Hooks(), device_guard=_Guard())
         _state["library"] = library = torch.library.Library("_", "IMPL")
         library.fallback(_load_then_call, "PrivateUse1")
-        _patch_accelerator()
+        _state["pass autocast"] = autocast.allow()
+        objects.install()
+        _serve_accelerator()
 
 
 class _Hooks(torch._C._acc.PrivateUse1Hooks):
@@ -51,28 +55,78 @@ def _check_first() -> None:
             f"torch's one slot for a device from outside is already taken by {name!r}, so 'jax' cannot be added; "
             f"uninstall that package or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 and import only isthmus"
         )
-    if "jax" in torch._C._autograd.__dict__.get("_isthmus", ()):  # pragma: no cover
-        return
 
 
 def _load_then_call(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Answer the first call on the device: load JAX and every kernel, then every call nothing else answers."""
-    from isthmus._device import kernels
+    _check_in_time()
+    from isthmus._device import autocast, kernels
 
+    if "autocast" not in _state:
+        _state["autocast"] = autocast.install()
     return kernels.call(op, *args, **kwargs)
 
 
-def _patch_accelerator() -> None:
-    # torch.accelerator.synchronize asks the C++ guard, which Python cannot provide.
+def _check_in_time() -> None:
+    """Raise unless autograd knows the device: it counts the devices once, at the process's first backward."""
+    if "in time" not in _state:
+        # While torch is still being imported nobody can have called backward.
+        _state["in time"] = _state["with torch"] or _backward_reaches_device()
+    if not _state["in time"]:
+        raise RegistrationError(
+            "device 'jax' was registered after this process's first backward(), when torch had already counted its "
+            "devices, so no gradient could flow through it\n"
+            "  to fix it    import isthmus before the first backward(), or leave TORCH_DEVICE_BACKEND_AUTOLOAD unset "
+            "so that `import torch` does it"
+        )
+
+
+def _backward_reaches_device() -> bool:
+    """Return whether a backward through a tensor of the device finds its queue; needs no kernel and no JAX."""
+    empty = torch._C._acc.create_empty_tensor
+
+    class Pass(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return empty((1,), torch.float32)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+            return grads[0]
+
+    with torch.inference_mode(False), torch.enable_grad(), torch.autograd.set_multithreading_enabled(True):
+        x = empty((1,), torch.float32).requires_grad_()
+        try:
+            torch.autograd.grad(Pass.apply(x), x, empty((1,), torch.float32))
+        except RuntimeError:
+            return False
+    return True
+
+
+_ACCELERATOR = (
+    "synchronize empty_cache get_memory_info max_memory_allocated max_memory_reserved memory_allocated "
+    "memory_reserved memory_stats reset_accumulated_memory_stats reset_peak_memory_stats get_device_capability "
+    "empty_host_cache"
+).split()
+
+
+def _serve_accelerator() -> None:
+    """Answer the functions of ``torch.accelerator`` that ask C++ what Python cannot provide there."""
     from isthmus._device import module
 
-    original = torch.accelerator.synchronize
+    for name in _ACCELERATOR:
+        if hasattr(torch.accelerator, name):
+            function = _for_device(getattr(torch.accelerator, name), getattr(module, name))
+            setattr(torch.accelerator, name, function)
+            memory = getattr(torch.accelerator, "memory", None)
+            if hasattr(memory, name):
+                setattr(memory, name, function)
 
-    def synchronize(device: Any = None, /) -> None:
-        """Wait for everything queued on the current accelerator."""
-        if torch.device("jax" if device is None else device if not isinstance(device, int) else f"jax:{device}").type == "jax":
-            module.synchronize()
-        else:
-            original(device)
 
-    torch.accelerator.synchronize = synchronize
+def _for_device(theirs: Any, ours: Any) -> Any:
+    @functools.wraps(theirs)
+    def function(*args: Any) -> Any:
+        current = torch.accelerator.current_accelerator()
+        return ours(*args) if current is not None and current.type == "jax" else theirs(*args)
+
+    return function

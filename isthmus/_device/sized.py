@@ -24,7 +24,11 @@ class SizedKernel:
 
     def __init__(self, op: OpOverload) -> None:
         self.op, self.schema = op, schema_of(op)
-        self.lowering = registry[functional_of(op) or op]
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Look the lowering up anew and forget the programs of the old one."""
+        self.lowering = registry[functional_of(self.op) or self.op]
         self.programs: dict[Any, Any] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

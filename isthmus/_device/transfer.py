@@ -9,8 +9,10 @@ from torch import Tensor
 
 from isthmus._device import checks
 from isthmus._device.buffer import buffer_of, storage_order, storage_shape, wrap, wrap_strided
+from isthmus._device.conjugate import apply_bits, bare, is_lazy, resolve
 from isthmus._device.dispatch import kernel_for
 from isthmus._device.hosts import array_from_cpu, cpu_from_array
+from isthmus._device.module import check_device
 from isthmus._runtime import counters
 
 _aten = torch.ops.aten
@@ -21,6 +23,7 @@ _cast = kernel_for(_aten._to_copy.default)
 
 def array_of(tensor: Tensor) -> Any:
     """Return the elements a "jax" tensor shows, as an array of its shape and dtype."""
+    tensor = resolve(tensor)
     whole = _whole(tensor)
     return whole if whole is not None else buffer_of(_clone(tensor, memory_format=torch.contiguous_format)).value
 
@@ -39,13 +42,18 @@ def copy_(self: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
     """Write ``src`` into ``self``, whichever devices they are on."""
     if self.device.type != "jax":
         return self.copy_(to_cpu(src), non_blocking)
-    if src.device.type == "jax":
-        return _copy(self, src)
-    arrived = from_other(src)
-    if _whole(self) is not None and arrived.shape == self.shape and arrived.dtype == self.dtype:
+    arrived = resolve(src) if src.device.type == "jax" else from_other(src)
+    if is_lazy(self):
+        _copy(bare(self), apply_bits(arrived, self))
+    elif arrived is not src and _whole(self) is not None and _same_kind(self, arrived):
         buffer_of(self).rebind(buffer_of(arrived).value)
-        return self
-    return _copy(self, arrived)
+    else:
+        _copy(self, arrived)
+    return self
+
+
+def _same_kind(self: Tensor, other: Tensor) -> bool:
+    return self.shape == other.shape and self.dtype == other.dtype and other.is_contiguous()
 
 
 def copy_from(self: Tensor, dst: Tensor, non_blocking: bool = False) -> Tensor:
@@ -75,6 +83,7 @@ def to_copy(self: Tensor, **options: Any) -> Tensor:
     """Return a copy with another dtype, device or memory format."""
     device = options.pop("device", None) or self.device
     if device.type == "jax":
+        check_device(device)
         source = self if self.device.type == "jax" else from_other(self)
         return _cast(source, **options)
     dtype, memory_format = options.get("dtype") or self.dtype, options.get("memory_format")

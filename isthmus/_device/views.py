@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import torch
 from torch import Tensor
 
+from isthmus._device import objects
 from isthmus._device.buffer import buffer_of, storage_length
-from isthmus._device.private import become, redispatch_to_meta, restride
+from isthmus._device.private import META, become, empty_tensor, redispatch_to_meta, restride
 from isthmus._device.strided import contiguous_strides, span
 from isthmus._runtime.compiler import scoped_x64
 
@@ -71,25 +72,38 @@ def set_tensor_(self: Tensor, source: Tensor) -> Tensor:
 
 def set_storage_(self: Tensor, source: Any, offset: int = 0, size: Any = None, stride: Any = ()) -> Tensor:
     """Make ``self`` a view of a storage, all of it by default."""
-    holder = attach_storage(self, source)
+    if objects.contents(source) is None:
+        raise RuntimeError(f"Attempted to set the storage of a tensor on device 'jax:0' to a storage on different "
+                           f"device '{source.device}'.  This is no longer allowed; the devices must match.")
     if size is None:
-        size = (storage_length(holder),)
-    return become(self, as_strided(holder, size, stride or contiguous_strides(size), offset))
+        size = (source.nbytes() // self.dtype.itemsize,)
+    stride = stride or contiguous_strides(size)
+    if not hasattr(source, "_buffer"):
+        objects.give_dtype(source, self.dtype, size, stride)
+    return become(self, as_strided(_attach(self.dtype, source), size, stride, offset))
 
 
-def attach_storage(like: Tensor, storage: Any) -> Tensor:
-    """Return a tensor of ``like``'s dtype on a storage that a "jax" tensor brought along."""
-    holder = getattr(storage, "_buffer", None)
-    if holder is None:
-        raise RuntimeError("set_ on device 'jax' needs the storage of a 'jax' tensor")
-    return _aten.set_.source_Storage_storage_offset.redispatch(
-        torch._C.DispatchKeySet(torch._C.DispatchKey.Meta), like.new_empty(0), storage, 0, [0], [1]
-    )
+def _attach(dtype: torch.dtype, storage: Any) -> Tensor:
+    """Return an empty tensor on a storage."""
+    return _aten.set_.source_Storage_storage_offset.redispatch(META, empty_tensor((0,), dtype), storage, 0, [0], [1])
 
 
 def set_nothing_(self: Tensor) -> Tensor:
     """Give ``self`` an empty storage of its own."""
     return become(self, torch.empty(0, dtype=self.dtype, device="jax"))
+
+
+def zeros_laid_out_as(self: Tensor, other: Tensor, *, self_num_batch_dims: int = 0) -> Tensor:
+    """Return zeros with the layout and storage length of ``other`` for each batch of ``self``: a new tangent."""
+    batch, length = tuple(self.shape[:self_num_batch_dims]), storage_length(other)
+    strides = [length * s for s in contiguous_strides(batch)]
+    made = torch.zeros((*batch, length), dtype=other.dtype, device="jax")
+    return made.as_strided((*batch, *other.shape), (*strides, *other.stride()), other.storage_offset())
+
+
+def has_same_storage_numel(self: Tensor, other: Tensor) -> bool:
+    """Return whether two storages hold as many elements."""
+    return storage_length(self) == storage_length(other)
 
 
 def _torchs_own(name: str, overload: str = "default") -> Any:
@@ -105,6 +119,8 @@ KERNELS = {
     "set_.source_Storage": set_storage_,
     "set_.source_Storage_storage_offset": set_storage_,
     "set_": set_nothing_,
+    "_new_zeros_with_same_feature_meta": zeros_laid_out_as,
+    "_has_same_storage_numel": has_same_storage_numel,
     "view": _torchs_own("view"),
     "view.dtype": _torchs_own("view", "dtype"),
     "_reshape_alias": _torchs_own("_reshape_alias"),

@@ -84,13 +84,16 @@ def functional_of(op: OpOverload) -> OpOverload | None:
     if not schema.mutated:
         return None
     namespace, name = op._schema.name.split("::")
-    outs = [argument for argument in schema.arguments if argument.out]
-    if outs:
-        wanted = [a for a in schema.arguments if not a.out]
-        return _overload(namespace, name, wanted)
-    if name.endswith("_") and not name.endswith("__"):
-        return _overload(namespace, name[:-1], list(schema.arguments))
-    return _overload(namespace, f"{name}_functional", list(schema.arguments))
+    wanted = [a for a in schema.arguments if not a.out]
+    if len(wanted) < len(schema.arguments):
+        # With another argument written besides ``out``, results and targets come in different orders.
+        if any(a.mutated for a in wanted):
+            return None
+        stem = name
+    else:
+        stem = name[:-1] if name.endswith("_") and not name.endswith("__") else name
+    # Where the plain name is taken by other overloads, the twin is called ``normal_functional``.
+    return _overload(namespace, stem, wanted) or _overload(namespace, f"{stem}_functional", wanted)
 
 
 def _overload(namespace: str, name: str, wanted: list[Argument]) -> OpOverload | None:
@@ -110,7 +113,8 @@ def mutating_of(op: OpOverload) -> tuple[OpOverload, ...]:
     """Return the in-place and ``out=`` overloads whose functional twin is ``op``."""
     namespace, name = op._schema.name.split("::")
     found = []
-    for candidate in (name, f"{name}_"):
+    stem = name.removesuffix("_functional")
+    for candidate in dict.fromkeys((name, f"{name}_", stem, f"{stem}_")):
         packet = getattr(getattr(torch.ops, namespace), candidate, None)
         if packet is None:
             continue

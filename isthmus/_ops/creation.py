@@ -1,14 +1,17 @@
-"""Copies, casts and fills: ops whose result is a constant or another tensor's elements."""
+"""Copies, casts, fills and new tensors: ops whose result is a constant or another tensor's elements."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
+import torch
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import cast
+from isthmus._ops.common import Number, accumulation_dtype, cast
 from isthmus._ops.registry import lowering
+from isthmus._runtime.dtypes import to_jax_dtype
 
 Array = Any
 
@@ -47,3 +50,111 @@ def fill_tensor(self: Array, value: Array) -> Array:
 def zero(self: Array) -> Array:
     """Every element zero."""
     return jnp.zeros_like(self)
+
+
+def _default_dtype() -> Any:
+    return to_jax_dtype(torch.get_default_dtype())
+
+
+def _dtype_of(value: Any) -> Any:
+    """Return the dtype ``torch.full`` gives a number."""
+    kind = value.kind if isinstance(value, Number) else type(value)
+    if kind is complex:
+        return np.dtype(np.complex128 if _default_dtype() == np.float64 else np.complex64)
+    return {bool: np.dtype(np.bool_), int: np.dtype(np.int64)}.get(kind, _default_dtype())
+
+
+@lowering(aten.full.default)
+def full(size: Any, fill_value: Any, dtype: Any = None) -> Array:
+    """A new tensor of one number."""
+    return jnp.broadcast_to(cast(fill_value, _dtype_of(fill_value) if dtype is None else dtype), tuple(size))
+
+
+@lowering(aten.full_like.default)
+def full_like(self: Array, fill_value: Any, dtype: Any = None) -> Array:
+    """A new tensor of one number in the shape of another."""
+    return jnp.broadcast_to(cast(fill_value, self.dtype if dtype is None else dtype), self.shape)
+
+
+@lowering(aten.new_full.default)
+def new_full(self: Array, size: Any, fill_value: Any, dtype: Any = None) -> Array:
+    """A new tensor of one number in the dtype of another."""
+    return jnp.broadcast_to(cast(fill_value, self.dtype if dtype is None else dtype), tuple(size))
+
+
+@lowering(aten.ones.default)
+def ones(size: Any, dtype: Any = None) -> Array:
+    """A new tensor of ones."""
+    return jnp.ones(tuple(size), _default_dtype() if dtype is None else dtype)
+
+
+@lowering(aten.ones_like.default)
+def ones_like(self: Array, dtype: Any = None) -> Array:
+    """A new tensor of ones in the shape of another."""
+    return jnp.ones(self.shape, self.dtype if dtype is None else dtype)
+
+
+@lowering(aten.new_ones.default)
+def new_ones(self: Array, size: Any, dtype: Any = None) -> Array:
+    """A new tensor of ones in the dtype of another."""
+    return jnp.ones(tuple(size), self.dtype if dtype is None else dtype)
+
+
+@lowering(aten.scalar_tensor.default)
+def scalar_tensor(s: Any, dtype: Any = None) -> Array:
+    """A number as a 0-dim tensor."""
+    return cast(s, _default_dtype() if dtype is None else dtype)
+
+
+@lowering(aten.eye.default)
+def eye(n: int, dtype: Any = None) -> Array:
+    """The identity matrix."""
+    return jnp.eye(n, dtype=_default_dtype() if dtype is None else dtype)
+
+
+@lowering(aten.eye.m)
+def eye_m(n: int, m: int, dtype: Any = None) -> Array:
+    """Ones on the main diagonal of a matrix."""
+    return jnp.eye(n, m, dtype=_default_dtype() if dtype is None else dtype)
+
+
+def _spaced(start: Any, end: Any, steps: int, wide: Any) -> Array:
+    """Return evenly spaced numbers, counted from whichever end is nearer so that both ends are exact."""
+    first, last = cast(start, wide), cast(end, wide)
+    if steps <= 1:
+        return jnp.broadcast_to(first, (steps,))
+    step = (last - first) / (steps - 1)
+    at = jnp.arange(steps)
+    return jnp.where(at < steps // 2, first + step * at, last - step * (steps - 1 - at)).astype(wide)
+
+
+def _result_dtype(dtype: Any, *ends: Any) -> Any:
+    if dtype is not None:
+        return np.dtype(dtype)
+    kinds = [e.kind if isinstance(e, Number) else type(e) for e in ends]
+    is_complex = any(k is complex or (hasattr(e, "dtype") and jnp.iscomplexobj(e)) for k, e in zip(kinds, ends, strict=True))
+    return _dtype_of(1j) if is_complex else _default_dtype()
+
+
+def _wide(dtype: Any) -> Any:
+    return accumulation_dtype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else np.dtype(np.float64)
+
+
+def _linspace(op: Any) -> None:
+    @lowering(op)
+    def lowered(start: Any, end: Any, steps: int, dtype: Any = None) -> Array:
+        result = _result_dtype(dtype, start, end)
+        return cast(_spaced(start, end, steps, _wide(result)), result)
+
+
+def _logspace(op: Any) -> None:
+    @lowering(op)
+    def lowered(start: Any, end: Any, steps: int, base: float = 10.0, dtype: Any = None) -> Array:
+        result = _result_dtype(dtype, start, end)
+        exponents = _spaced(start, end, steps, _wide(result))
+        return cast(jnp.power(jnp.asarray(base, exponents.dtype), exponents), result)
+
+
+for _overload in ("default", "Tensor_Tensor", "Tensor_Scalar", "Scalar_Tensor"):
+    _linspace(getattr(aten.linspace, _overload))
+    _logspace(getattr(aten.logspace, _overload))

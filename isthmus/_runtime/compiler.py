@@ -34,6 +34,16 @@ def compile(function: Function, inputs: Sequence[Any], donate: tuple[int, ...] =
     return private.fast_call(compiled)
 
 
+def inline(function: Function) -> Function:
+    """Return ``function`` to be called on tracers, with 64-bit types on."""
+
+    def call(*inputs: Any) -> Any:
+        with scoped_x64():
+            return function(*inputs)
+
+    return call
+
+
 def default_device() -> Any:
     """Return the JAX device tensors live on."""
     return jax.local_devices()[0]

@@ -35,7 +35,8 @@ def _as_numpy(value: Any) -> np.ndarray[Any, Any]:
 
 def from_numpy(array: np.ndarray[Any, Any]) -> Any:
     """Return ``array`` on the device, in memory of its own."""
-    with scoped_x64():
+    # A decomposition may ask while its program is traced: the array must be a value, not a tracer of it.
+    with scoped_x64(), jax.ensure_compile_time_eval():
         # device_put may alias the numpy memory on the CPU platform; the tensor it came from can still change.
         return jax.device_put(np.array(array, copy=True), default_device())
 

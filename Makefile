@@ -1,0 +1,44 @@
+# On a fresh machine `make demo` and `make test` are all there is to run; both install into .venv first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help venv demo test test-all lint format bench clean
+
+help: ## say what the targets do
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+venv: $(STAMP) ## install everything into .venv
+
+# torch is named first and pinned, so that no later requirement can bring another build of it.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 11) and f"Isthmus needs Python 3.11 or newer, but $(PYTHON) is {v}; try: make PYTHON=python3.12")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: venv ## train a small GPT on device "jax"
+	$(BIN)/python examples/char_gpt.py
+
+lint: venv ## ruff, and mypy as strict as pyproject.toml says
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: venv ## rewrite the sources as ruff would
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: lint ## lint, then the tests that are not slow
+	$(BIN)/python -m pytest -n 2 -m 'not slow'
+
+test-all: lint ## lint, then every test
+	$(BIN)/python -m pytest -n 2
+
+bench: venv ## what importing and dispatching cost
+	$(BIN)/python benchmarks/import.py
+	$(BIN)/python benchmarks/dispatch.py
+
+clean: ## remove what the other targets made
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -1,0 +1,163 @@
+"""Train a small character-level GPT on Python's own documentation; the code is plain PyTorch, only the device is new.
+
+    python examples/char_gpt.py                  # trains on "jax", then a few steps on "cpu" to compare
+    python examples/char_gpt.py --device cpu     # the same program on another device
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Iterator
+from pydoc_data.topics import topics
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+CONTEXT, BATCH, WIDTH, HEADS, LAYERS = 64, 16, 96, 4, 3
+
+
+class Block(nn.Module):
+    """Causal self-attention and a perceptron, each on a residual path."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, time, _ = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, time, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, time, WIDTH))
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(nn.Module):
+    """Characters in, the logits of the next character out."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(vocabulary, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.blocks = nn.Sequential(*[Block() for _ in range(LAYERS)])
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.head(self.norm(self.blocks(self.token(tokens) + self.position(positions))))
+
+    @torch.no_grad()
+    def generate(self, tokens: Tensor, count: int, temperature: float = 0.8) -> Iterator[int]:
+        """Yield ``count`` sampled characters that go on from ``tokens``."""
+        for _ in range(count):
+            logits = self(tokens[:, -CONTEXT:])[:, -1] / temperature
+            chosen = torch.multinomial(F.softmax(logits, dim=-1), 1)
+            tokens = torch.cat((tokens, chosen), dim=1)[:, -CONTEXT:]
+            yield int(chosen)
+
+
+class Text:
+    """Python's documentation topics as numbers."""
+
+    def __init__(self) -> None:
+        text = "\n\n".join(topics[name] for name in sorted(topics))
+        self.letters = sorted(set(text))
+        codes = {letter: code for code, letter in enumerate(self.letters)}
+        self.data = torch.tensor([codes[letter] for letter in text])
+
+    def batches(self, device: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield random windows and the same windows one character later, the same ones every time."""
+        order = torch.Generator().manual_seed(1337)
+        windows = self.data.unfold(0, CONTEXT + 1, 1)
+        while True:
+            chosen = windows[torch.randint(len(windows), (BATCH,), generator=order)].to(device)
+            yield chosen[:, :-1], chosen[:, 1:]
+
+    def show(self, codes: Iterator[int] | list[int]) -> str:
+        return "".join(self.letters[code] for code in codes)
+
+
+class Progress:
+    """A bar on a terminal, nothing in a log."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.tty = total, sys.stderr.isatty()
+
+    def __call__(self, done: int, note: str = "") -> None:
+        if self.tty:
+            filled = 30 * done // self.total
+            bar = "#" * filled + "." * (30 - filled)
+            print(f"\r  [{bar}] {done}/{self.total} {note}\033[K", end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        if self.tty:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def train(text: Text, device: str, steps: int, report: bool = True) -> tuple[GPT, float, list[float]]:
+    """Train on ``device`` and return the model, tokens per second after warm-up, and the losses reported."""
+    torch.manual_seed(0)
+    model = GPT(len(text.letters)).to(device)  # drawn on the CPU, so that every device starts from the same weights
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.5 * (1 + math.cos(math.pi * n / (steps + 1))))
+    progress, losses, batches = Progress(steps), [], text.batches(device)
+    warm_up, every = min(5, steps // 2), max(1, steps // 10)
+    started = time.perf_counter()
+    for step in range(1, steps + 1):
+        inputs, wanted = next(batches)
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), wanted.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        progress(step, f"on {device}")
+        if step == warm_up or step == steps or (report and (step == 1 or step % every == 0)):
+            losses.append(loss.item())  # waits for the device
+            if step == warm_up:
+                started = time.perf_counter()
+            if report:
+                progress.clear()
+                print(f"  step {step:4}  loss {losses[-1]:.3f}", flush=True)
+    progress.clear()
+    return model, (steps - warm_up) * BATCH * CONTEXT / (time.perf_counter() - started), losses
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="jax", help='where to train: "jax" (the default) or any torch device')
+    parser.add_argument("--steps", type=int, default=400, help="how many steps to train for (400)")
+    options = parser.parse_args()
+    if options.steps < 2:
+        parser.error("--steps must be at least 2")
+    text = Text()
+    size = sum(p.numel() for p in GPT(len(text.letters)).parameters())
+    print(f"A GPT of {size:,} parameters learns {len(text.data):,} characters of Python's documentation")
+    print(f"on {options.device!r}, {options.steps} steps of {BATCH * CONTEXT} characters:")
+    model, speed, losses = train(text, options.device, options.steps)
+
+    print("\nIt writes:\n")
+    torch.manual_seed(0)
+    prompt = text.data[:CONTEXT].tolist()
+    written = text.show(model.generate(torch.tensor([prompt], device=options.device), 300))
+    print("  " + (text.show(prompt) + "|" + written).replace("\n", "\n  "))
+
+    print(f"\nloss {losses[0]:.2f} -> {losses[-1]:.2f}\n{options.device:5} {speed:10,.0f} characters/s")
+    if options.device != "cpu":
+        _, beside, _ = train(text, "cpu", max(2, options.steps // 8), report=False)
+        print(f"{'cpu':5} {beside:10,.0f} characters/s, the same program on CPU torch")
+    if torch.device(options.device).type == "jax":
+        import isthmus.metrics
+
+        fallen = isthmus.metrics.fallbacks()
+        print("ops that ran on the CPU:", ", ".join(f"{op} ({n} times)" for op, n in fallen.items()) or "none")
+        print(f"programs compiled: {isthmus.metrics.counts()['compilations']}")
+    return 0 if losses[-1] < losses[0] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""A new key: from the lowering, else a decomposition, else the CPU, to a plan that runs every such call."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+from torch import Tensor
+
+from isthmus._device import checks, decompose, fallback, inference, writes
+from isthmus._device.buffer import Buffer, Signature, wrap_strided
+from isthmus._device.inference import Spec
+from isthmus._device.module import check_device
+from isthmus._device.mutation import Mutation
+from isthmus._device.plan import Slot, Static, contiguous_specs, fill, flatten, slot_for, store
+from isthmus._device.private import empty_tensor
+from isthmus._device.strided import contiguous_strides
+from isthmus._ops.checks import collecting
+from isthmus._runtime import compiler
+from isthmus._runtime.dtypes import to_jax_dtype
+from isthmus.errors import IsthmusError, LoweringError
+
+if TYPE_CHECKING:
+    from isthmus._device.dispatch import Kernel
+
+Plan = Callable[[list[Any], tuple[Any, ...], dict[str, Any]], Any]
+Tier = Callable[[dict[str, Any]], Any]
+
+
+def build(kernel: Kernel, inputs: list[Any], args: Any, kwargs: dict[str, Any], traced: bool) -> Plan:
+    """Return the plan for calls like this one."""
+    check_device(kwargs.get("device"))
+    if kernel.schema.mutated:
+        writes.check_new(kernel.op, args, kwargs)
+    tier: Tier | None = kernel.lowering or decompose.function_for(kernel.functional)
+    reason = "nothing lowers it"
+    try:
+        found = inference.infer(kernel.op, args, kwargs, share=bool(kernel.schema.mutated))
+    except Exception as error:
+        if traced:
+            raise
+        # The CPU says what is wrong in the words users know; if it finds nothing wrong, it answers.
+        fallback.attempt(kernel.op, args, kwargs)
+        tier, found, reason = None, None, f"torch could not infer its result: {error}"
+    if tier is not None:
+        try:
+            return _Builder(kernel, tier, inputs, args, kwargs, found, traced).plan(inputs, args, kwargs)
+        except Exception as error:
+            if traced:
+                raise
+            reason = f"its lowering failed: {type(error).__name__}: {error}"
+    if traced:
+        raise IsthmusError(f"{kernel.op} cannot run inside a trace: {reason}")
+    fallback.permit(kernel.op, kernel.schema.bind(args, kwargs), reason)
+    return lambda _, args, kwargs: fallback.run(kernel.op, args, kwargs, reason)
+
+
+class _Builder:
+    """Everything known about one new key; it keeps no array, since the plan keeps it."""
+
+    def __init__(
+        self, kernel: Kernel, tier: Tier, inputs: list[Any], args: Any, kwargs: dict[str, Any], found: Any, traced: bool
+    ) -> None:
+        self.op, self.schema, self.tier, self.traced = kernel.op, kernel.schema, tier, traced
+        self.random = kernel.random
+        self.slots = _slots(kernel, args, kwargs)
+        self.examples = [compiler.abstract(value) for value in inputs]
+        self.result = None if found is None else found[0]
+        self.inferred = found is not None
+        self.mutation = Mutation(kernel.op, self.slots, args, kwargs, found) if self.schema.mutated else None
+        self.errors: list[tuple[type[Exception], str]] = []
+        self.fresh = self._fresh_specs()
+
+    def _fresh_specs(self) -> list[Spec | None]:
+        """Return the spec of each new tensor of the result."""
+        count = sum(r.alias_info is None for r in self.op._schema.returns)
+        if self.mutation is not None and count == 0:
+            return []
+        if self.inferred:
+            return inference.specs(self.result)
+        with compiler.scoped_x64():
+            found: list[Spec | None] = [*contiguous_specs(lambda *inputs: self._results(inputs)[0], self.examples)]
+        return found if self.mutation is None else found[:count]
+
+    def _results(self, inputs: Sequence[Any]) -> tuple[list[Any], Any]:
+        """Return what the tier computes, flat, and the conditions it requires."""
+        outs = {a.name for a in self.schema.arguments if a.out}
+        arguments = {name: fill(slot, inputs) for name, slot in self.slots.items() if name not in outs}
+        if self.random:
+            arguments["rng"] = _random_key(inputs[-1])
+        with collecting() as found:
+            return flatten(self.tier(arguments)), found
+
+    def program(self, *inputs: Any) -> tuple[Any, ...]:
+        """Compute the call: new storages, rewritten storages, then the conditions it requires."""
+        results, found = self._results(inputs)
+        count = len(self.fresh)
+        if self.mutation is None and len(results) != count:
+            raise LoweringError(f"the lowering of {self.op} gave {len(results)} results where torch gives {count}")
+        fresh = [store(r, s, self.op) for r, s in zip(results, self.fresh, strict=False) if s is not None]
+        written = [] if self.mutation is None else self.mutation.write(results[count:], inputs)
+        self.errors = found.errors
+        return (*fresh, *written, *found.flags)
+
+    def plan(self, inputs: list[Any], args: Any, kwargs: dict[str, Any]) -> Plan:
+        """Compile the program and return how a call runs it."""
+        if self.mutation is not None:
+            specs = [spec for spec in self.fresh if spec is not None]
+            return self.mutation.plan(self, specs, inputs, args, kwargs)
+        if self.traced:
+            return self._functional(compiler.inline(self.program))
+        return self._functional(compiler.compile(self.program, self.examples))
+
+    def _functional(self, call: Callable[..., Any]) -> Plan:
+        specs = [spec for spec in self.fresh if spec is not None]
+        verify = checks.verifier(self.errors)
+        assemble = self._assembler()
+        plain = len(specs) == 1 and specs[0].stride == contiguous_strides(specs[0].size) and assemble is _only
+        if plain and verify is None and not self.traced:
+            return _single(call, specs[0])
+        present = [spec is not None for spec in self.fresh]
+
+        def run(inputs: list[Any], args: Any, kwargs: Any) -> Any:
+            outputs = call(*inputs)
+            if verify is not None:
+                verify(outputs[len(specs) :])
+            tensors = iter([wrap_strided(o, s.size, s.stride, s.dtype) for o, s in zip(outputs, specs, strict=False)])
+            return assemble([next(tensors) if there else None for there in present])
+
+        return run
+
+    def _assembler(self) -> Callable[[list[Any]], Any]:
+        """Return the function that gives a list of results the structure torch returns."""
+        result = self.result
+        if not self.inferred:
+            return _only if len(self.op._schema.returns) == 1 and len(self.fresh) == 1 else tuple
+        if isinstance(result, list):
+            return list
+        if not isinstance(result, tuple):
+            return _only
+        nested = any(isinstance(item, (list, tuple)) for item in result)
+        # Only the structure is kept: lists of Nones in place of the tensors.
+        shape = inference.skeleton(result)
+        return (lambda found: inference.nest(shape, iter(found))) if nested else tuple
+
+
+def _only(found: list[Any]) -> Any:
+    return found[0]
+
+
+def _slots(kernel: Kernel, args: Any, kwargs: dict[str, Any]) -> dict[str, Slot]:
+    index = itertools.count()
+    slots: dict[str, Slot] = {a.name: Static(a.default) for a in kernel.schema.arguments if a.has_default}
+    for argument, value in zip(kernel.schema.arguments, args, strict=False):
+        slots[argument.name] = slot_for(value, kernel.dynamic[argument.name], index)
+    for name, value in kwargs.items():
+        slots[name] = Static(None) if name == "generator" else slot_for(value, kernel.dynamic[name], index)
+    return slots
+
+
+def _single(call: Callable[..., Any], spec: Spec) -> Plan:
+    """Return the plan of an op with one contiguous result: the shortest path there is."""
+    size, dtype = spec.size, spec.dtype
+    signature = Signature.intern(size, to_jax_dtype(dtype))
+
+    def run(inputs: list[Any], args: Any, kwargs: Any) -> Tensor:
+        (value,) = call(*inputs)
+        tensor = empty_tensor(size, dtype)
+        tensor.untyped_storage()._buffer = Buffer(value, signature)  # type: ignore[attr-defined]
+        return tensor
+
+    return run
+
+
+def _random_key(words: Any) -> Any:
+    """Return the JAX key of a (seed, offset), given as four 32-bit words."""
+    key = jax.random.wrap_key_data(words[:2], impl="threefry2x32")
+    return jax.random.fold_in(jax.random.fold_in(key, words[2]), words[3])

@@ -1,0 +1,138 @@
+"""Mutation rebinds a buffer: in-place and ``out=`` calls compute functionally, then their storages get new values."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch._ops import OpOverload
+
+from isthmus import config
+from isthmus._device import checks
+from isthmus._device.buffer import buffer_of, wrap_strided
+from isthmus._device.inference import Spec
+from isthmus._device.plan import Slot, TensorSlot, store
+from isthmus._device.private import become, restride
+from isthmus._graph.schema import schema_of
+from isthmus._ops.common import cast
+from isthmus._runtime import compiler
+from isthmus._runtime.dtypes import to_jax_dtype
+from isthmus.errors import LoweringError
+
+if TYPE_CHECKING:
+    from isthmus._device.build import Plan, _Builder
+
+# A value only its buffer holds is counted there, in the list of inputs and as an argument of getrefcount.
+_OWNED = 3
+
+
+class Mutation:
+    """What a call writes to: its targets, which of them share a storage, which are resized."""
+
+    def __init__(self, op: OpOverload, slots: dict[str, Slot], args: Any, kwargs: dict[str, Any], found: Any) -> None:
+        self.op, self.locate = op, locator(op)
+        targets = self.locate(args, kwargs)
+        self.slots = [slot for name in schema_of(op).mutated for slot in _tensor_slots(slots[name])]
+        storages = [target.untyped_storage()._cdata for target in targets]
+        # Targets on one storage are written one after another; each group of them is one output.
+        self.groups = [storages.index(storage) for storage in storages]
+        self.order = list(dict.fromkeys(self.groups))
+        after = targets if found is None else self.locate(tuple(found[1]), found[2])
+        pairs = zip(after, targets, strict=True)
+        self.resized = [None if new.shape == old.shape else Spec.of(new) for new, old in pairs]
+
+    def write(self, results: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+        """Return the new value of each storage that is written to."""
+        if len(results) != len(self.slots):
+            raise LoweringError(f"the lowering of {self.op} gave {len(results)} results for {len(self.slots)} targets")
+        written: dict[int, Any] = {}
+        for group, spec, slot, new in zip(self.groups, self.resized, self.slots, results, strict=True):
+            if spec is not None:
+                written[group] = store(cast(new, to_jax_dtype(spec.dtype)), spec, self.op)
+            else:
+                written[group] = slot.write(written.get(group, inputs[slot.index]), inputs, new)
+        return [written[group] for group in self.order]
+
+    def plan(self, builder: _Builder, specs: list[Spec], inputs: list[Any], args: Any, kwargs: dict[str, Any]) -> Plan:
+        """Return how a call runs: compute, rebind the storages, resize what must be."""
+        donated = tuple(self.slots[group].index for group in self.order)
+        variants = Variants(builder, donated, any(self.resized))
+        variants.choose(inputs)
+        verify = checks.verifier(builder.errors)
+        count, order, resized, locate = len(specs), self.order, self.resized, self.locate
+        returns = len(self.op._schema.returns)
+        restrided = any(resized)
+
+        def run(inputs: list[Any], args: Any, kwargs: Any) -> Any:
+            targets = locate(args, kwargs)
+            outputs = variants.choose(inputs)(*inputs)
+            if verify is not None:
+                verify(outputs[count + len(order) :])
+            for group, value in zip(order, outputs[count:], strict=False):
+                buffer = buffer_of(targets[group])
+                if restrided or builder.traced:
+                    buffer.rebind(value)
+                else:
+                    buffer.value = value
+            if restrided:
+                _restride(targets, resized)
+            if count:
+                fresh = [wrap_strided(o, s.size, s.stride, s.dtype) for o, s in zip(outputs, specs, strict=False)]
+                return fresh[0] if returns == 1 else tuple(fresh)
+            return None if returns == 0 else targets[0] if returns == 1 else tuple(targets)
+
+        return run
+
+
+class Variants:
+    """One program compiled at most twice: with its targets' memory reused, and without."""
+
+    def __init__(self, builder: _Builder, donated: tuple[int, ...], resized: bool) -> None:
+        self.builder, self.donated, self.fixed = builder, donated, resized or builder.traced
+        self.calls: dict[bool, Callable[..., Any]] = {}
+
+    def choose(self, inputs: list[Any]) -> Callable[..., Any]:
+        """Return the variant for these inputs: memory nobody else holds is reused."""
+        owned = not self.fixed and all([sys.getrefcount(inputs[index]) == _OWNED for index in self.donated])
+        call = self.calls.get(owned)
+        return call if call is not None else self._compile(owned)
+
+    def _compile(self, owned: bool) -> Callable[..., Any]:
+        builder = self.builder
+        if builder.traced:
+            call = compiler.inline(builder.program)
+        elif owned and config.donate == "auto":
+            call = compiler.compile(builder.program, builder.examples, self.donated)
+        else:
+            call = compiler.compile(builder.program, builder.examples)
+        # A program that checks values keeps its targets, so that a failed call leaves them unchanged.
+        if builder.errors and owned:
+            call, self.fixed = compiler.compile(builder.program, builder.examples), True
+        self.calls[owned] = call
+        return call
+
+
+def locator(op: OpOverload) -> Callable[[Any, Any], list[Tensor]]:
+    """Return a function that finds the tensors a call writes to."""
+    schema = schema_of(op)
+    if len(schema.mutated) == 1 and schema.arguments[0].mutated and schema.arguments[0].kind == "tensor":
+        return lambda args, kwargs: [args[0]]
+
+    def locate(args: Any, kwargs: Any) -> list[Tensor]:
+        bound = schema.bind(args, kwargs)
+        found = [bound[name] for name in schema.mutated if bound.get(name) is not None]
+        return [tensor for item in found for tensor in (item if isinstance(item, (list, tuple)) else [item])]
+
+    return locate
+
+
+def _tensor_slots(slot: Slot) -> list[TensorSlot]:
+    return [s for s in (slot if isinstance(slot, list) else [slot]) if isinstance(s, TensorSlot)]
+
+
+def _restride(targets: list[Tensor], resized: list[Spec | None]) -> None:
+    for target, spec in zip(targets, resized, strict=True):
+        if spec is not None:
+            become(target, restride(target, spec.size, spec.stride))

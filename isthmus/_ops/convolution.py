@@ -1,0 +1,130 @@
+"""Convolution, transposed convolution and their gradients, in the precision torch was told to use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from isthmus._graph.names import aten
+from isthmus._ops.common import accumulation_dtype, cast
+from isthmus._ops.matmul import precision
+from isthmus._ops.registry import lowering
+from isthmus.errors import Unsupported
+
+Array = Any
+
+
+def _each(value: Sequence[int], n: int) -> list[int]:
+    """Return one value per spatial dim: torch lets one stand for all."""
+    return list(value) * n if len(value) == 1 else list(value)
+
+
+def _transposed_weight(weight: Array, groups: int) -> Array:
+    """Return the weight of the plain convolution that a transposed one is: flipped, in and out swapped."""
+    into, per_group, *window = weight.shape
+    split = weight.reshape(groups, into // groups, per_group, *window)
+    swapped = split.swapaxes(1, 2).reshape(groups * per_group, into // groups, *window)
+    return jnp.flip(swapped, range(2, swapped.ndim))
+
+
+def convolve(
+    input: Array,
+    weight: Array,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    dtype: Any,
+) -> Array:
+    """Return the convolution without bias, with results in ``dtype``."""
+    n = input.ndim - 2
+    strides, pads, dilations = _each(stride, n), _each(padding, n), _each(dilation, n)
+    around = [(p, p) for p in pads]
+    spread = [1] * n
+    if transposed:
+        reach = [d * (k - 1) - p for d, k, p in zip(dilations, weight.shape[2:], pads, strict=True)]
+        around = [(r, r + extra) for r, extra in zip(reach, _each(output_padding, n), strict=True)]
+        weight, strides, spread = _transposed_weight(weight, groups), [1] * n, strides
+    return jax.lax.conv_general_dilated(
+        input,
+        weight,
+        window_strides=strides,
+        padding=around,
+        lhs_dilation=spread,
+        rhs_dilation=dilations,
+        feature_group_count=groups,
+        precision=precision(),
+        preferred_element_type=dtype,
+    )
+
+
+def _check(input: Array, weight: Array) -> None:
+    if input.dtype != weight.dtype:
+        raise Unsupported(f"a convolution of {input.dtype} with {weight.dtype}")
+
+
+@lowering(aten.convolution.default, matmul=True)
+def convolution(
+    input: Array,
+    weight: Array,
+    bias: Array | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    output_padding: list[int],
+    groups: int,
+) -> Array:
+    """Convolve over one to three spatial dims; half types accumulate in float32."""
+    _check(input, weight)
+    wide = accumulation_dtype(input.dtype)
+    out = convolve(input, weight, stride, padding, dilation, transposed, output_padding, groups, wide)
+    if bias is not None:
+        out = out + cast(bias, wide).reshape((-1,) + (1,) * (input.ndim - 2))
+    return cast(out, input.dtype)
+
+
+def _transpose(function: Callable[[Array], Array], like: Array, grad: Array) -> Array:
+    """Return the transpose of a linear function of ``like`` applied to ``grad``."""
+    (found,) = jax.linear_transpose(function, jax.ShapeDtypeStruct(like.shape, like.dtype))(grad)
+    return found
+
+
+@lowering(aten.convolution_backward.default, matmul=True)
+def convolution_backward(
+    grad_output: Array,
+    input: Array,
+    weight: Array,
+    bias_sizes: list[int] | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    output_padding: list[int],
+    groups: int,
+    output_mask: list[bool],
+) -> tuple[Array | None, ...]:
+    """The gradients of ``convolution`` for input, weight and bias: it is linear in each."""
+    _check(input, weight)
+    options = (stride, padding, dilation, transposed, output_padding, groups)
+    dtype, wide = input.dtype, accumulation_dtype(input.dtype)
+    grad = cast(grad_output, dtype)
+    if np.dtype(dtype) == np.dtype(np.float16):
+        # XLA's CPU convolutions of float16 accumulate in float16.
+        input, weight, grad = (cast(a, wide) for a in (input, weight, grad))
+    grads: list[Array | None] = [None, None, None]
+    if output_mask[0]:
+        found = _transpose(lambda x: convolve(x, weight, *options, grad.dtype), input, grad)
+        grads[0] = cast(found, dtype)
+    if output_mask[1]:
+        found = _transpose(lambda w: convolve(input, w, *options, grad.dtype), weight, grad)
+        grads[1] = cast(found, dtype)
+    if output_mask[2]:
+        grads[2] = cast(cast(grad_output, wide).sum((0, *range(2, grad_output.ndim))), dtype)
+    return tuple(grads)

@@ -1,0 +1,267 @@
+"""Normalization over layers, groups and batches: statistics and gradients in at least float32."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from isthmus._graph.names import aten
+from isthmus._ops.common import accumulation_dtype, cast
+from isthmus._ops.registry import lowering
+
+Array = Any
+
+
+def _wide(x: Array | None, like: Array) -> Array | None:
+    return None if x is None else cast(x, accumulation_dtype(like.dtype))
+
+
+def moments(x: Array, dims: tuple[int, ...], eps: float) -> tuple[Array, Array, Array]:
+    """Return mean, biased variance and reciprocal deviation over ``dims``, which stay as dims of size one."""
+    mean = x.mean(dims, keepdims=True)
+    var = jnp.square(x - mean).mean(dims, keepdims=True)
+    return mean, var, jax.lax.rsqrt(var + eps)
+
+
+def _scale_shift(x: Array, weight: Array | None, bias: Array | None) -> Array:
+    x = x if weight is None else x * weight
+    return x if bias is None else x + bias
+
+
+def _input_grad(grad: Array, normal: Array, rstd: Array, dims: tuple[int, ...]) -> Array:
+    """Return the gradient through ``normal = (x - mean) * rstd`` with both statistics taken over ``dims``."""
+    mean_grad = grad.mean(dims, keepdims=True)
+    return rstd * (grad - mean_grad - normal * (grad * normal).mean(dims, keepdims=True))
+
+
+@lowering(aten.native_layer_norm.default)
+def layer_norm(
+    input: Array, normalized_shape: list[int], weight: Array | None, bias: Array | None, eps: float
+) -> tuple[Array, Array, Array]:
+    """Normalize over the last dims; also the mean and reciprocal deviation that backward needs."""
+    x = _wide(input, input)
+    assert x is not None
+    dims = tuple(range(input.ndim - len(normalized_shape), input.ndim))
+    mean, _, rstd = moments(x, dims, eps)
+    out = _scale_shift((x - mean) * rstd, _wide(weight, input), _wide(bias, input))
+    return cast(out, input.dtype), mean, rstd
+
+
+@lowering(aten.native_layer_norm_backward.default)
+def layer_norm_backward(
+    grad_out: Array,
+    input: Array,
+    normalized_shape: list[int],
+    mean: Array,
+    rstd: Array,
+    weight: Array | None,
+    bias: Array | None,
+    output_mask: list[bool],
+) -> tuple[Array | None, ...]:
+    """The gradients of ``native_layer_norm`` for input, weight and bias."""
+    dtype = accumulation_dtype(input.dtype)
+    g, x, mu, r = (cast(a, dtype) for a in (grad_out, input, mean, rstd))
+    axis = input.ndim - len(normalized_shape)
+    outer, inner = tuple(range(axis)), tuple(range(axis, input.ndim))
+    normal = (x - mu) * r
+    scaled = g if weight is None else g * cast(weight, dtype)
+    dx = cast(_input_grad(scaled, normal, r, inner), input.dtype) if output_mask[0] else None
+    dw = cast((g * normal).sum(outer), weight.dtype) if output_mask[1] and weight is not None else None
+    db = cast(g.sum(outer), bias.dtype) if output_mask[2] and bias is not None else None
+    return dx, dw, db
+
+
+@lowering(aten.native_group_norm.default)
+def group_norm(
+    input: Array,
+    weight: Array | None,
+    bias: Array | None,
+    N: int,  # noqa: N803  # the schema's names
+    C: int,  # noqa: N803
+    HxW: int,  # noqa: N803
+    group: int,
+    eps: float,
+) -> tuple[Array, Array, Array]:
+    """Normalize over groups of channels; also the statistics that backward needs."""
+    dtype = accumulation_dtype(input.dtype)
+    x = cast(input, dtype).reshape(N, group, C // group, HxW)
+    mean, _, rstd = moments(x, (2, 3), eps)
+    w, b = (None if p is None else cast(p, dtype).reshape(1, group, C // group, 1) for p in (weight, bias))
+    out = _scale_shift((x - mean) * rstd, w, b)
+    return cast(out.reshape(input.shape), input.dtype), mean.reshape(N, group), rstd.reshape(N, group)
+
+
+@lowering(aten.native_group_norm_backward.default)
+def group_norm_backward(
+    grad_out: Array,
+    input: Array,
+    mean: Array,
+    rstd: Array,
+    weight: Array | None,
+    N: int,  # noqa: N803  # the schema's names
+    C: int,  # noqa: N803
+    HxW: int,  # noqa: N803
+    group: int,
+    output_mask: list[bool],
+) -> tuple[Array | None, ...]:
+    """The gradients of ``native_group_norm`` for input, weight and bias."""
+    dtype, shape = accumulation_dtype(input.dtype), (N, group, C // group, HxW)
+    g, x = (cast(a, dtype).reshape(shape) for a in (grad_out, input))
+    mu, r = (cast(a, dtype).reshape(N, group, 1, 1) for a in (mean, rstd))
+    normal = (x - mu) * r
+    scaled = g if weight is None else g * cast(weight, dtype).reshape(1, group, C // group, 1)
+    result = input.dtype if weight is None else weight.dtype
+    dx = cast(_input_grad(scaled, normal, r, (2, 3)).reshape(input.shape), input.dtype) if output_mask[0] else None
+    dw = cast((g * normal).sum((0, 3)).reshape(C), result) if output_mask[1] else None
+    db = cast(g.sum((0, 3)).reshape(C), result) if output_mask[2] else None
+    return dx, dw, db
+
+
+def _channels(p: Array, ndim: int) -> Array:
+    return p.reshape((1, -1) + (1,) * (ndim - 2))
+
+
+def _batch_train(
+    input: Array, weight: Array | None, bias: Array | None, eps: float
+) -> tuple[Array, Array, Array, Array]:
+    """Return the normalized batch, then its mean, biased variance and reciprocal deviation per channel."""
+    dtype, ndim = accumulation_dtype(input.dtype), input.ndim
+    x = cast(input, dtype)
+    mean, var, rstd = moments(x, (0, *range(2, ndim)), eps)
+    w, b = (None if p is None else _channels(cast(p, dtype), ndim) for p in (weight, bias))
+    out = _scale_shift((x - mean) * rstd, w, b)
+    return cast(out, input.dtype), mean.reshape(-1), var.reshape(-1), rstd.reshape(-1)
+
+
+def _batch_eval(
+    input: Array, weight: Array | None, bias: Array | None, running_mean: Array, running_var: Array, eps: float
+) -> Array:
+    dtype, ndim = accumulation_dtype(input.dtype), input.ndim
+    mean, var = (_channels(cast(p, dtype), ndim) for p in (running_mean, running_var))
+    w, b = (None if p is None else _channels(cast(p, dtype), ndim) for p in (weight, bias))
+    out = _scale_shift((cast(input, dtype) - mean) * jax.lax.rsqrt(var + eps), w, b)
+    return cast(out, input.dtype)
+
+
+def _no_stats(input: Array) -> tuple[Array, Array]:
+    empty = jnp.zeros((0,), accumulation_dtype(input.dtype))
+    return empty, empty
+
+
+@lowering(aten._native_batch_norm_legit_functional.default)
+def batch_norm(
+    input: Array,
+    weight: Array | None,
+    bias: Array | None,
+    running_mean: Array,
+    running_var: Array,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Array, ...]:
+    """Normalize a batch per channel; in training by its own statistics, which move the running ones."""
+    if not training:
+        out = _batch_eval(input, weight, bias, running_mean, running_var, eps)
+        return (out, *_no_stats(input), running_mean, running_var)
+    out, mean, var, rstd = _batch_train(input, weight, bias, eps)
+    count = math.prod(input.shape) // max(input.shape[1], 1)
+    unbiased = var * (count / (count - 1)) if count > 1 else var * jnp.nan
+    moved = [
+        cast((1 - momentum) * cast(running, mean.dtype) + momentum * new, running.dtype)
+        for running, new in ((running_mean, mean), (running_var, unbiased))
+    ]
+    return (out, mean, rstd, *moved)
+
+
+@lowering(aten._native_batch_norm_legit.no_stats)
+def batch_norm_no_stats(
+    input: Array, weight: Array | None, bias: Array | None, training: bool, momentum: float, eps: float
+) -> tuple[Array, Array, Array]:
+    """Normalize a batch per channel by its own statistics."""
+    out, mean, _, rstd = _batch_train(input, weight, bias, eps)
+    return out, mean, rstd
+
+
+@lowering(aten._native_batch_norm_legit_no_training.default)
+def batch_norm_no_training(
+    input: Array,
+    weight: Array | None,
+    bias: Array | None,
+    running_mean: Array,
+    running_var: Array,
+    momentum: float,
+    eps: float,
+) -> tuple[Array, Array, Array]:
+    """Normalize a batch per channel by the running statistics."""
+    return (_batch_eval(input, weight, bias, running_mean, running_var, eps), *_no_stats(input))
+
+
+@lowering(aten.native_batch_norm_backward.default)
+def batch_norm_backward(
+    grad_out: Array,
+    input: Array,
+    weight: Array | None,
+    running_mean: Array | None,
+    running_var: Array | None,
+    save_mean: Array | None,
+    save_invstd: Array | None,
+    train: bool,
+    eps: float,
+    output_mask: list[bool],
+) -> tuple[Array | None, ...]:
+    """The gradients of batch normalization for input, weight and bias."""
+    dtype, ndim = accumulation_dtype(input.dtype), input.ndim
+    mean = save_mean if train else running_mean
+    rstd = save_invstd if train else jax.lax.rsqrt(cast(running_var, dtype) + eps)
+    dims = (0, *range(2, ndim))
+    g, x = cast(grad_out, dtype), cast(input, dtype)
+    mu, r = (_channels(cast(p, dtype), ndim) for p in (mean, rstd))
+    normal = (x - mu) * r
+    scaled = g if weight is None else g * _channels(cast(weight, dtype), ndim)
+    dx = _input_grad(scaled, normal, r, dims) if train else scaled * r
+    result = input.dtype if weight is None else weight.dtype
+    return (
+        cast(dx, input.dtype) if output_mask[0] else None,
+        cast((g * normal).sum(dims), result) if output_mask[1] else None,
+        cast(g.sum(dims), result) if output_mask[2] else None,
+    )
+
+
+def _rms_eps(eps: float | None, dtype: Any) -> float:
+    return float(jnp.finfo(dtype).eps) if eps is None else eps
+
+
+@lowering(aten._fused_rms_norm.default)
+def rms_norm(
+    input: Array, normalized_shape: list[int], weight: Array | None, eps: float | None
+) -> tuple[Array, Array]:
+    """Divide by the root mean square over the last dims; also its reciprocal, which backward needs."""
+    dtype = accumulation_dtype(input.dtype)
+    x, dims = cast(input, dtype), tuple(range(input.ndim - len(normalized_shape), input.ndim))
+    rstd = jax.lax.rsqrt(jnp.square(x).mean(dims, keepdims=True) + _rms_eps(eps, input.dtype))
+    out = x * rstd if weight is None else x * rstd * cast(weight, dtype)
+    return cast(out, input.dtype), rstd
+
+
+@lowering(aten._fused_rms_norm_backward.default)
+def rms_norm_backward(
+    grad_out: Array,
+    input: Array,
+    normalized_shape: list[int],
+    rstd: Array,
+    weight: Array | None,
+    output_mask: list[bool],
+) -> tuple[Array | None, Array | None]:
+    """The gradients of ``_fused_rms_norm`` for input and weight."""
+    dtype = np.dtype(accumulation_dtype(input.dtype))
+    g, x, r = (cast(a, dtype) for a in (grad_out, input, rstd))
+    axis = input.ndim - len(normalized_shape)
+    outer, inner = tuple(range(axis)), tuple(range(axis, input.ndim))
+    normal, scaled = x * r, g if weight is None else g * cast(weight, dtype)
+    dx = r * (scaled - normal * (scaled * normal).mean(inner, keepdims=True))
+    dw = cast((g * normal).sum(outer), weight.dtype) if output_mask[1] and weight is not None else None
+    return (cast(dx, input.dtype) if output_mask[0] else None), dw

@@ -1,0 +1,63 @@
+"""Softmax and its logarithm, accumulated in at least float32 as torch does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from isthmus._graph.names import aten
+from isthmus._ops.common import accumulation_dtype, cast, wrap_dim
+from isthmus._ops.registry import lowering
+
+Array = Any
+
+
+def _along(function: Callable[[Array, int], Array], x: Array, dim: int, half_to_float: bool) -> Array:
+    result = jnp.float32 if half_to_float else x.dtype
+    if x.size == 0:
+        return jnp.zeros(x.shape, result)
+    wide = jnp.atleast_1d(cast(x, accumulation_dtype(x.dtype)))  # a torch scalar has one dim
+    return cast(function(wide, wrap_dim(dim, x.ndim)).reshape(x.shape), result)
+
+
+@lowering(aten._softmax.default)
+def softmax(self: Array, dim: int, half_to_float: bool) -> Array:
+    """Softmax along ``dim``."""
+    return _along(lambda x, axis: jax.nn.softmax(x, axis=axis), self, dim, half_to_float)
+
+
+@lowering(aten._log_softmax.default)
+def log_softmax(self: Array, dim: int, half_to_float: bool) -> Array:
+    """The logarithm of softmax along ``dim``."""
+    return _along(lambda x, axis: jax.nn.log_softmax(x, axis=axis), self, dim, half_to_float)
+
+
+def _backward(
+    formula: Callable[[Array, Array, int], Array], grad: Array, output: Array, dim: int, input_dtype: Any
+) -> Array:
+    wide = accumulation_dtype(output.dtype)
+    g, y = (jnp.atleast_1d(cast(a, wide)) for a in (grad, output))
+    return cast(formula(g, y, wrap_dim(dim, output.ndim)).reshape(output.shape), input_dtype)
+
+
+@lowering(aten._softmax_backward_data.default)
+def softmax_backward(grad_output: Array, output: Array, dim: int, input_dtype: Any) -> Array:
+    """The gradient of softmax from its output."""
+
+    def formula(g: Array, y: Array, axis: int) -> Array:
+        return y * (g - (g * y).sum(axis, keepdims=True))
+
+    return _backward(formula, grad_output, output, dim, input_dtype)
+
+
+@lowering(aten._log_softmax_backward_data.default)
+def log_softmax_backward(grad_output: Array, output: Array, dim: int, input_dtype: Any) -> Array:
+    """The gradient of log-softmax from its output."""
+
+    def formula(g: Array, y: Array, axis: int) -> Array:
+        return g - jnp.exp(y) * g.sum(axis, keepdims=True)
+
+    return _backward(formula, grad_output, output, dim, input_dtype)

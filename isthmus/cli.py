@@ -1,0 +1,112 @@
+"""The command ``isthmus``: is the installation healthy, where is an op lowered, what is covered."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from isthmus.coverage import Answer
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0 healthy or found, 1 not, 2 misused."""
+    arguments = _parser().parse_args(argv)
+    code: int = arguments.run(arguments)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="isthmus", description="PyTorch programs on every XLA device.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    doctor = commands.add_parser("doctor", help="versions, devices, the registry's health, a smoke run")
+    doctor.set_defaults(run=_doctor)
+    where = commands.add_parser("where", help="the file and line of an op's lowering")
+    where.add_argument("op", metavar="OP", help="softmax, add_, aten.add.Tensor, mylib::myop, ...")
+    where.set_defaults(run=_where)
+    ops = commands.add_parser("ops", help="what is lowered, by family")
+    ops.add_argument("family", nargs="?", metavar="FAMILY", help="list the overloads of one family, or of 'cpu'")
+    ops.set_defaults(run=_ops)
+    return parser
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from isthmus import doctor
+
+    report = doctor.examine()
+    print("\n".join(report.lines))
+    if not report.problems:
+        print("\nhealthy")
+        return 0
+    print(f"\n{len(report.problems)} problem(s):", file=sys.stderr)
+    for problem in report.problems:
+        print(f"  {problem}", file=sys.stderr)
+    return 1
+
+
+def _where(arguments: argparse.Namespace) -> int:
+    from isthmus import coverage
+
+    found = [coverage.answer(op) for op in coverage.overloads(arguments.op)]
+    if not found:
+        name = arguments.op.replace("::", ".").removeprefix("aten.").split(".")[0]
+        close = difflib.get_close_matches(name, coverage.packet_names("aten"), n=3)
+        hint = f"; did you mean {' or '.join(close)}?" if close else "; names are torch's: softmax, add.Tensor"
+        print(f"isthmus: torch has no op {arguments.op!r}{hint}", file=sys.stderr)
+        return 1
+    width = max(len(str(each.op)) for each in found)
+    # What has a line to open comes first: it is what the question was about.
+    for each in sorted(found, key=lambda each: each.place is None):
+        print(f"{each.op!s:{width}}  {_explain(each)}")
+    return 0
+
+
+def _explain(found: Answer) -> str:
+    from isthmus import coverage
+
+    if found.tier == coverage.LOWERED:
+        derived = f"  derived from {found.through}" if found.through is not found.op else ""
+        return f"{found.place}{derived}"
+    return {
+        coverage.DEVICE: f"{found.place}  the device's own kernel",
+        coverage.VIEW: "a view: torch's own, read and written by its strides (isthmus/_device/strided.py)",
+        coverage.COMPOSITE: "composite: torch takes it apart into other ops",
+        coverage.DECOMPOSED: "decomposed: torch's own decomposition, traced into one program",
+        coverage.CPU: "CPU: nothing lowers it; docs/add-a-lowering.md says how to",
+    }[found.tier]
+
+
+def _ops(arguments: argparse.Namespace) -> int:
+    from isthmus import coverage
+
+    families = coverage.families()
+    if arguments.family is not None:
+        listed = families.get(arguments.family)
+        if arguments.family == coverage.CPU:
+            listed = coverage.tiers().get(coverage.CPU, [])
+        if listed is None:
+            known = ", ".join([*families, coverage.CPU])
+            print(f"isthmus: there is no family {arguments.family!r}; there are {known}", file=sys.stderr)
+            return 1
+        print("\n".join(str(op) for op in listed))
+        return 0
+    for family, lowered in families.items():
+        print(f"{family:16} {len(lowered):5}  {_abridged([str(op).removeprefix('aten.') for op in lowered])}")
+    tiers = coverage.tiers()
+    total = sum(len(ops) for ops in tiers.values())
+    print(f"\nof the {total} functional ATen overloads of this torch")
+    for tier in (coverage.LOWERED, coverage.DEVICE, coverage.VIEW, coverage.COMPOSITE, coverage.DECOMPOSED, coverage.CPU):
+        print(f"  {tier:12} {len(tiers.get(tier, [])):5}")
+    return 0
+
+
+def _abridged(names: list[str], width: int = 80) -> str:
+    text = ", ".join(names)
+    return text if len(text) <= width else text[:width].rsplit(", ", 1)[0] + ", ..."
+
+
+if __name__ == "__main__":
+    sys.exit(main())

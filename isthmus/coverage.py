@@ -1,0 +1,155 @@
+"""Which tier answers an op, and the file and line of its lowering."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from isthmus._device import decompose, kernels
+from isthmus._device.private import has_kernel, op_names
+from isthmus._graph.schema import functional_of, mutating_of, schema_of
+from isthmus._ops.registry import registry
+
+_OPS = Path(__file__).parent / "_ops"
+_RUNS_ON_CPU = (
+    "CPU",
+    "CompositeImplicitAutograd",
+    "CompositeExplicitAutograd",
+    "CompositeExplicitAutogradNonFunctional",
+)
+# What answers an op, from the best to the worst.
+LOWERED, DEVICE, VIEW, COMPOSITE, DECOMPOSED, CPU = "lowered", "device", "view", "composite", "decomposed", "cpu"
+
+
+@dataclass(frozen=True)
+class Place:
+    """The line a reader should open."""
+
+    file: Path
+    line: int
+
+    def __str__(self) -> str:
+        root = Path(__file__).parent.parent
+        inside = self.file.is_relative_to(root)
+        return f"{self.file.relative_to(root) if inside else self.file}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How one overload runs on the device."""
+
+    op: OpOverload
+    tier: str
+    place: Place | None
+    through: OpOverload
+
+
+def answer(op: OpOverload) -> Answer:
+    """Return which tier runs ``op`` and where its code is."""
+    functional = functional_of(op) or op
+    own = kernels._own.get(op.name().removeprefix("aten::"))
+    if own is not None:
+        return Answer(op, DEVICE, _place_of_function(own), op)
+    if functional in registry:
+        return Answer(op, LOWERED, _place_of_lowering(functional), functional)
+    if schema_of(op).returns_aliases:
+        return Answer(op, VIEW, None, op)
+    if _is_composite(op):
+        return Answer(op, COMPOSITE, None, op)
+    if decompose.function_for(functional) is not None:
+        return Answer(op, DECOMPOSED, None, functional)
+    return Answer(op, CPU, None, op)
+
+
+def _is_composite(op: OpOverload) -> bool:
+    # Some functional forms merely allocate and call their out= form: that is the op itself, not a composite.
+    wraps_out = any(has_kernel(other, "CPU") for other in mutating_of(op))
+    return has_kernel(op, "CompositeImplicitAutograd") or (has_kernel(op, "CompositeExplicitAutograd") and not wraps_out)
+
+
+def overloads(name: str) -> list[OpOverload]:
+    """Return the overloads a person may mean: ``softmax``, ``aten::add.Tensor``, ``torch.ops.mylib.myop``."""
+    parts = name.replace("::", ".").removeprefix("torch.ops.").removeprefix("torch.").split(".")
+    known = set(op_names())
+    has_namespace = len(parts) > 1 and any(full.startswith(f"{parts[0]}::") for full in known)
+    namespace = parts.pop(0) if has_namespace else "aten"
+    packets = [parts[0]] if len(parts) > 1 or parts[0].startswith("_") else [parts[0], f"_{parts[0]}"]
+    found = [op for packet in packets for op in _packet(namespace, packet, known)]
+    return [op for op in found if len(parts) == 1 or op._overloadname == parts[1]]
+
+
+def families() -> dict[str, list[OpOverload]]:
+    """Return the lowered overloads by the file that lowers them."""
+    found: dict[str, list[OpOverload]] = {}
+    for op in registry:
+        place = _place_of_lowering(op)
+        found.setdefault(place.file.stem if place.file.parent == _OPS else "elsewhere", []).append(op)
+    return {family: sorted(found[family], key=str) for family in sorted(found)}
+
+
+def tiers() -> dict[str, list[OpOverload]]:
+    """Return every functional ATen overload torch runs on a CPU by the tier that answers it here."""
+    found: dict[str, list[OpOverload]] = {}
+    known = set(op_names())
+    for name in sorted(packet_names("aten")):
+        for op in _packet("aten", name, known):
+            if not schema_of(op).mutated and any(has_kernel(op, key) for key in _RUNS_ON_CPU):
+                found.setdefault(answer(op).tier, []).append(op)
+    return found
+
+
+def packet_names(namespace: str) -> set[str]:
+    """Return the name of every op in a namespace."""
+    names = [name.split("::") for name in op_names()]
+    return {rest.split(".")[0] for space, rest in names if space == namespace}
+
+
+def _packet(namespace: str, name: str, known: set[str]) -> Iterator[OpOverload]:
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+    for overload in packet.overloads() if packet is not None else ():
+        op = getattr(packet, overload)
+        if op.name() in known:
+            yield op
+
+
+def _place_of_lowering(op: OpOverload) -> Place:
+    function = registry[op].function
+    place = _place_of_function(function)
+    if place.file.parent != _OPS or _mentions(_source(place.file)[place.line - 1 :][:2], op):
+        return place
+    # A row of a table: the function is a helper's, the line that names the op is the one to open.
+    return _row(op) or place
+
+
+def _mentions(lines: tuple[str, ...], op: OpOverload) -> bool:
+    return any(re.search(rf"\b{re.escape(str(op))}\b", line) for line in lines)
+
+
+def _row(op: OpOverload) -> Place | None:
+    packet = str(op).split(".")[1]
+    for pattern in (rf"\b{re.escape(str(op))}\b", rf"\baten\.{packet}\b", rf"[\"']{packet}[\"']", rf"\b{packet}\b"):
+        for file in sorted(_OPS.glob("*.py")):
+            for number, line in enumerate(_source(file), 1):
+                if re.search(pattern, line):
+                    return Place(file, number)
+    return None
+
+
+@functools.cache
+def _source(file: Path) -> tuple[str, ...]:
+    return tuple(file.read_text(encoding="utf-8").splitlines())
+
+
+def _place_of_function(function: Any) -> Place:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return Place(_OPS / "registry.py", 1)
+    return Place(Path(code.co_filename), code.co_firstlineno)

@@ -1,0 +1,130 @@
+"""Is this installation healthy: versions, devices, the registry, and a training step compared with the CPU."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+OLDEST = {"torch": "2.11", "jax": "0.10"}
+_SHOWN = 10
+
+
+@dataclass
+class Report:
+    """What was found: lines to print, and the problems among them."""
+
+    lines: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def say(self, name: str, text: str) -> None:
+        """Add a line."""
+        self.lines.append(f"{name:14} {text}")
+
+    def problem(self, name: str, text: str) -> None:
+        """Add a line that makes the installation unhealthy."""
+        self.say(name, text)
+        self.problems.append(f"{name}: {text}")
+
+
+def examine() -> Report:
+    """Run every examination; one that fails is a problem and does not stop the others."""
+    report = Report()
+    for examination in (_versions, _devices, _registry, _smoke):
+        _guarded(report, examination)
+    return report
+
+
+def _guarded(report: Report, examination: Callable[[Report], None]) -> None:
+    try:
+        examination(report)
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        report.problem(examination.__name__.removeprefix("_"), f"failed with {type(error).__name__}: {first}")
+
+
+def _versions(report: Report) -> None:
+    report.say("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    for package in ("isthmus", "torch", "jax", "jaxlib", "numpy"):
+        try:
+            found = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            report.problem(package, "is not installed; to fix it: pip install isthmus")
+            continue
+        oldest = OLDEST.get(package)
+        if oldest is not None and _numbers(found) < _numbers(oldest):
+            report.problem(package, f"{found} is older than {oldest}; to fix it: pip install -U {package}")
+        else:
+            report.say(package, found)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:2])
+
+
+def _devices(report: Report) -> None:
+    import jax
+    import torch
+
+    devices = jax.local_devices()
+    kinds = ", ".join(sorted({f"{device.platform} ({device.device_kind})" for device in devices}))
+    report.say("devices", f"{len(devices)} seen by JAX: {kinds}")
+    report.say("torch.jax", f"{torch.device('jax', 0)} is {torch.get_device_module('jax').get_device_name()}")
+
+
+def _registry(report: Report) -> None:
+    from isthmus._device import kernels  # noqa: F401  # files every lowering and registers it with torch
+    from isthmus._graph.names import Missing
+    from isthmus._ops.registry import refused, registry
+
+    report.say("lowerings", f"{len(registry)} overloads")
+    # An older torch lacks some overloads; what needs them is answered by the next tier, so this is no fault.
+    missing = sorted(Missing.found)
+    report.say("missing", _listed(missing) if missing else "none: this torch has every overload that is lowered")
+    wrong = {name: reason for name, reason in refused.items() if name not in Missing.found}
+    for name, reason in wrong.items():
+        report.problem("refused", f"{name}: {reason}")
+    if not wrong:
+        report.say("refused", "none")
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{len(names)} in this torch: {', '.join(names[:_SHOWN])}{more}"
+
+
+def _smoke(report: Report) -> None:
+    from isthmus import metrics
+
+    before = metrics.fallbacks()
+    worst = max(abs(got - want) / max(abs(want), 1.0) for got, want in zip(_losses("jax"), _losses("cpu"), strict=True))
+    fallen = [op for op, times in metrics.fallbacks().items() if times > before.get(op, 0)]
+    if not worst < 1e-3:
+        report.problem("smoke run", f"a training step on 'jax' differs from the CPU by {worst:.1e}")
+    elif fallen:
+        report.problem("smoke run", f"fell to the CPU: {', '.join(fallen)}")
+    else:
+        report.say("smoke run", f"3 training steps agree with the CPU to {worst:.0e}, none of it ran there")
+
+
+def _losses(device: str) -> Iterator[float]:
+    """Train a small network from fixed weights and yield the loss of each step."""
+    import torch
+    from torch import nn
+
+    numbers = torch.linspace(-1, 1, 32)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.sin(torch.arange(parameter.numel()) + 1.0).reshape(parameter.shape) / 3)
+    model.to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    inputs, wanted = numbers.reshape(4, 8).to(device), numbers[:4].reshape(4, 1).to(device)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(inputs), wanted)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        yield loss.item()

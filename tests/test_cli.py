@@ -1,0 +1,204 @@
+"""The command line, the doctor and the metrics."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+
+import isthmus
+from isthmus import doctor, metrics
+from isthmus.cli import main
+
+ROOT = Path(__file__).parent.parent
+
+
+def lines_of(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    """Return what a command printed, by the first word of each line."""
+    rows = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line.strip()]
+    return {row[0]: row[-1] for row in rows}
+
+
+def line_at(place: str) -> str:
+    """Return the source line a ``file:line`` points at."""
+    file, number = place.rsplit(":", 1)
+    return (ROOT / file).read_text().splitlines()[int(number) - 1]
+
+
+def test_doctor_finds_this_installation_healthy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    for part in (torch.__version__, "devices", "lowerings", "missing", "refused", "smoke run", "agree with the CPU"):
+        assert part in said
+
+
+def test_doctor_fails_when_a_lowering_was_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from isthmus._ops.registry import refused
+
+    monkeypatch.setitem(refused, "aten.toy.default", "its schema lost an argument")
+    assert main(["doctor"]) == 1
+    assert "aten.toy.default: its schema lost an argument" in capsys.readouterr().err
+
+
+def test_doctor_tells_a_missing_overload_without_failing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from isthmus._graph import names
+    from isthmus._ops.registry import refused
+
+    monkeypatch.setitem(refused, "aten.no_such_op.default", "set back at the end")
+    monkeypatch.setattr(names.Missing, "found", {})
+    isthmus.lowering(names.aten.no_such_op.default)(lambda self: self)
+    assert main(["doctor"]) == 0
+    assert "1 in this torch: aten.no_such_op.default" in capsys.readouterr().out
+
+
+def test_doctor_fails_when_the_answer_is_wrong(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_losses", lambda device: iter([1.0 if device == "cpu" else 1.5]))
+    assert main(["doctor"]) == 1
+    assert "differs from the CPU" in capsys.readouterr().err
+
+
+def test_doctor_fails_when_the_smoke_run_does(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(device: str) -> None:
+        raise RuntimeError("no such device\nand a long story")
+
+    monkeypatch.setattr(doctor, "_losses", broken)
+    assert main(["doctor"]) == 1
+    assert "smoke: failed with RuntimeError: no such device\n" in capsys.readouterr().err
+
+
+def test_doctor_fails_on_an_old_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(doctor.OLDEST, "torch", "99.0")
+    assert main(["doctor"]) == 1
+    assert "is older than 99.0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("version", "newer"), [("2.9.1", "2.11"), ("0.9", "0.10.2"), ("2.11.0+cpu", "2.13.0a0")])
+def test_versions_compare_by_number(version: str, newer: str) -> None:
+    assert doctor._numbers(version) < doctor._numbers(newer)
+
+
+@pytest.mark.parametrize(
+    ("name", "op"),
+    [
+        ("aten.mm.default", "aten.mm.default"),
+        ("aten::add.Tensor", "aten.add.Tensor"),
+        ("add_", "aten.add.Tensor"),
+        ("cos", "aten.cos.default"),
+        ("torch.baddbmm", "aten.baddbmm.default"),
+        ("torch.ops.aten.linear.default", "aten.linear.default"),
+    ],
+)
+def test_where_points_at_the_line_that_names_the_op(
+    name: str, op: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["where", name]) == 0
+    places = [text.split()[0] for text in lines_of(capsys).values() if "_ops/" in text]
+    assert any(op in line_at(place) for place in places), places
+
+
+def test_where_softmax_opens_its_family(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["where", "softmax"]) == 0
+    found = lines_of(capsys)
+    assert found["aten._softmax.default"].startswith("isthmus/_ops/softmax.py:")
+    assert "composite" in found["aten.softmax.int"]
+
+
+def test_where_tells_every_other_tier(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, text in {
+        "aten.transpose.int": "a view",
+        "aten.copy_.default": "isthmus/_device/transfer.py",
+        "aten._ctc_loss.default": "CPU",
+    }.items():
+        assert main(["where", name]) == 0
+        assert text in lines_of(capsys)[name], name
+
+
+def test_where_finds_a_decomposed_op(capsys: pytest.CaptureFixture[str]) -> None:
+    from isthmus import coverage
+
+    decomposed = coverage.tiers()[coverage.DECOMPOSED]
+    assert main(["where", str(decomposed[0])]) == 0
+    assert "decomposed" in capsys.readouterr().out
+
+
+def test_where_finds_a_users_lowering(capsys: pytest.CaptureFixture[str]) -> None:
+    library = torch.library.Library("isthmus_test_cli", "DEF")
+    library.define("twice(Tensor x) -> Tensor")
+
+    @isthmus.lowering(torch.ops.isthmus_test_cli.twice.default)
+    def twice(x):
+        return x + x
+
+    assert main(["where", "isthmus_test_cli::twice"]) == 0
+    assert f"tests/test_cli.py:{inspect.getsourcelines(twice)[1]}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("sofmax", "did you mean softmax"), ("mylib.nothing", "names are torch's"), ("", "torch has no op")]
+)
+def test_where_of_an_unknown_op_is_kind(name: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["where", name]) == 1
+    said = capsys.readouterr()
+    assert not said.out
+    assert hint in said.err
+
+
+def test_every_lowering_has_a_place_in_its_family() -> None:
+    from isthmus import coverage
+    from isthmus._ops.registry import registry
+
+    families = coverage.families()
+    assert {"binary", "unary", "matmul"} <= set(families)
+    assert sum(len(ops) for ops in families.values()) == len(registry)
+    for helper in ("common", "registry", "families", "checks"):
+        assert helper not in families, families[helper]
+
+
+def test_ops_counts_every_family_and_tier(capsys: pytest.CaptureFixture[str]) -> None:
+    from isthmus import coverage
+
+    assert main(["ops"]) == 0
+    found = lines_of(capsys)
+    assert int(found["matmul"].split()[0]) == len(coverage.families()["matmul"])
+    assert int(found["cpu"]) == len(coverage.tiers()["cpu"])
+
+
+def test_ops_lists_a_family(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ops", "matmul"]) == 0
+    assert "aten.mm.default" in capsys.readouterr().out.splitlines()
+    assert main(["ops", "cooking"]) == 1
+    assert "there is no family 'cooking'" in capsys.readouterr().err
+
+
+def test_misuse_exits_with_two(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["dance"], ["where"]):
+        with pytest.raises(SystemExit) as stopped:
+            main(arguments)
+        assert stopped.value.code == 2
+        assert "usage: isthmus" in capsys.readouterr().err
+
+
+def test_metrics_count_compilations_and_falls() -> None:
+    metrics.clear()
+    assert metrics.counts() == {}
+    assert metrics.report() == "ran on the CPU: nothing"
+    torch.full((2, 3, 5, 7), 2.0, device="jax").mul(3.25)
+    assert metrics.counts()["compilations"] >= 1
+    isthmus.config.fallback = "cpu"
+    log_probs = torch.zeros(5, 1, 4).log_softmax(2)
+    lengths = torch.tensor([5]), torch.tensor([2])
+    torch.ops.aten._ctc_loss.Tensor(log_probs.to("jax"), torch.ones(1, 2).long().to("jax"), *[n.to("jax") for n in lengths])
+    assert metrics.fallbacks() == {"aten._ctc_loss.Tensor": 1}
+    assert "aten._ctc_loss.Tensor  1  (" in metrics.report()
+    metrics.clear()
+    assert metrics.fallbacks() == {}
