@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from isthmus._device.private import without_autocast
+
 LOW_PRECISION = """
     _convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
     conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm
@@ -34,8 +36,6 @@ FLOAT32_UNLESS_GIVEN = """
 WIDEST = """
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add cat stack
 """.split()
-
-_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
 
 
 def allow() -> torch.library.Library:
@@ -86,7 +86,7 @@ def _widest(op: OpOverload) -> Callable[..., Any]:
 def _casting(op: OpOverload, choose: Callable[[Any], torch.dtype]) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         dtype = choose((*args, *kwargs.values()))
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        with without_autocast():
             return op(*[_cast(a, dtype) for a in args], **{k: _cast(v, dtype) for k, v in kwargs.items()})
 
     return kernel
@@ -99,7 +99,7 @@ def _float32_unless_given(op: OpOverload) -> Callable[..., Any]:
         given = kwargs.get("dtype") or (args[index] if index < len(args) else None)
         if given is None and _eligible(args[:1]):
             args, kwargs = args[:index], {**kwargs, "dtype": torch.float32}
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        with without_autocast():
             return op(*args, **kwargs)
 
     return kernel

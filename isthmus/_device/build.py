@@ -17,6 +17,7 @@ from isthmus._device.mutation import Mutation
 from isthmus._device.plan import Slot, Static, contiguous_specs, fill, flatten, slot_for, store
 from isthmus._device.private import empty_tensor
 from isthmus._device.strided import contiguous_strides
+from isthmus._graph.schema import ABSENT
 from isthmus._ops.checks import collecting
 from isthmus._runtime import compiler
 from isthmus._runtime.dtypes import to_jax_dtype
@@ -25,19 +26,21 @@ from isthmus.errors import IsthmusError, LoweringError
 if TYPE_CHECKING:
     from isthmus._device.dispatch import Kernel
 
-Plan = Callable[[list[Any], tuple[Any, ...], dict[str, Any]], Any]
+Plan = Callable[[list[Any], tuple[Any, ...]], Any]
+Values = tuple[Any, ...]
 Tier = Callable[[dict[str, Any]], Any]
 
 
-def build(kernel: Kernel, inputs: list[Any], args: Any, kwargs: dict[str, Any], traced: bool) -> Plan:
-    """Return the plan for calls like this one."""
+def build(kernel: Kernel, inputs: list[Any], values: Values, traced: bool) -> Plan:
+    """Return the plan for calls like this one; ``values`` are all arguments in the schema's order."""
+    args, kwargs = kernel.schema.split(values)
     check_device(kwargs.get("device"))
     if kernel.schema.mutated:
         writes.check_new(kernel.op, args, kwargs)
     tier: Tier | None = kernel.lowering or decompose.function_for(kernel.functional)
     reason = "nothing lowers it"
     try:
-        found = inference.infer(kernel.op, args, kwargs, share=bool(kernel.schema.mutated))
+        found = inference.infer(kernel.op, values, share=bool(kernel.schema.mutated))
     except Exception as error:
         if traced:
             raise
@@ -46,30 +49,31 @@ def build(kernel: Kernel, inputs: list[Any], args: Any, kwargs: dict[str, Any], 
         tier, found, reason = None, None, f"torch could not infer its result: {error}"
     if tier is not None:
         try:
-            return _Builder(kernel, tier, inputs, args, kwargs, found, traced).plan(inputs, args, kwargs)
+            return _Builder(kernel, tier, inputs, values, found, traced).plan(inputs)
         except Exception as error:
             if traced:
                 raise
             reason = f"its lowering failed: {type(error).__name__}: {error}"
+            fallback.attempt(kernel.op, args, kwargs)  # what the CPU refuses as well is refused in its words
     if traced:
         raise IsthmusError(f"{kernel.op} cannot run inside a trace: {reason}")
-    fallback.permit(kernel.op, kernel.schema.bind(args, kwargs), reason)
-    return lambda _, args, kwargs: fallback.run(kernel.op, args, kwargs, reason)
+    fallback.permit(kernel.op, kernel.schema.named(values), reason)
+    return lambda _, values: fallback.run(kernel.op, *kernel.schema.split(values), reason)
 
 
 class _Builder:
     """Everything known about one new key; it keeps no array, since the plan keeps it."""
 
     def __init__(
-        self, kernel: Kernel, tier: Tier, inputs: list[Any], args: Any, kwargs: dict[str, Any], found: Any, traced: bool
+        self, kernel: Kernel, tier: Tier, inputs: list[Any], values: Values, found: Any, traced: bool
     ) -> None:
         self.op, self.schema, self.tier, self.traced = kernel.op, kernel.schema, tier, traced
         self.random = kernel.random
-        self.slots = _slots(kernel, args, kwargs)
+        self.slots = _slots(kernel, values)
         self.examples = [compiler.abstract(value) for value in inputs]
         self.result = None if found is None else found[0]
         self.inferred = found is not None
-        self.mutation = Mutation(kernel.op, self.slots, args, kwargs, found) if self.schema.mutated else None
+        self.mutation = Mutation(kernel.op, self.slots, values, found) if self.schema.mutated else None
         self.errors: list[tuple[type[Exception], str]] = []
         self.fresh = self._fresh_specs()
 
@@ -104,11 +108,11 @@ class _Builder:
         self.errors = found.errors
         return (*fresh, *written, *found.flags)
 
-    def plan(self, inputs: list[Any], args: Any, kwargs: dict[str, Any]) -> Plan:
+    def plan(self, inputs: list[Any]) -> Plan:
         """Compile the program and return how a call runs it."""
         if self.mutation is not None:
             specs = [spec for spec in self.fresh if spec is not None]
-            return self.mutation.plan(self, specs, inputs, args, kwargs)
+            return self.mutation.plan(self, specs, inputs)
         if self.traced:
             return self._functional(compiler.inline(self.program))
         return self._functional(compiler.compile(self.program, self.examples))
@@ -122,7 +126,7 @@ class _Builder:
             return _single(call, specs[0])
         present = [spec is not None for spec in self.fresh]
 
-        def run(inputs: list[Any], args: Any, kwargs: Any) -> Any:
+        def run(inputs: list[Any], values: Values) -> Any:
             outputs = call(*inputs)
             if verify is not None:
                 verify(outputs[len(specs) :])
@@ -150,13 +154,16 @@ def _only(found: list[Any]) -> Any:
     return found[0]
 
 
-def _slots(kernel: Kernel, args: Any, kwargs: dict[str, Any]) -> dict[str, Slot]:
+def _slots(kernel: Kernel, values: Values) -> dict[str, Slot]:
     index = itertools.count()
-    slots: dict[str, Slot] = {a.name: Static(a.default) for a in kernel.schema.arguments if a.has_default}
-    for argument, value in zip(kernel.schema.arguments, args, strict=False):
-        slots[argument.name] = slot_for(value, kernel.dynamic[argument.name], index)
-    for name, value in kwargs.items():
-        slots[name] = Static(None) if name == "generator" else slot_for(value, kernel.dynamic[name], index)
+    slots: dict[str, Slot] = {}
+    for argument, value in zip(kernel.schema.arguments, values, strict=True):
+        if argument.name == "generator":
+            slots[argument.name] = Static(None)
+        elif value is ABSENT:
+            slots[argument.name] = Static(argument.default)
+        else:
+            slots[argument.name] = slot_for(value, kernel.dynamic[argument.name], index)
     return slots
 
 
@@ -165,7 +172,7 @@ def _single(call: Callable[..., Any], spec: Spec) -> Plan:
     size, dtype = spec.size, spec.dtype
     signature = Signature.intern(size, to_jax_dtype(dtype))
 
-    def run(inputs: list[Any], args: Any, kwargs: Any) -> Tensor:
+    def run(inputs: list[Any], values: Values) -> Tensor:
         (value,) = call(*inputs)
         tensor = empty_tensor(size, dtype)
         tensor.untyped_storage()._buffer = Buffer(value, signature)  # type: ignore[attr-defined]

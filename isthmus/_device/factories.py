@@ -42,8 +42,15 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
     return made
 
 
-def empty(size: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None,
-          memory_format: Any = None) -> Tensor:
+def empty(
+    size: Any,
+    *,
+    dtype: Any = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+    memory_format: Any = None,
+) -> Tensor:
     """Return a new tensor; its elements are zeros, which nothing promises."""
     size = tuple(size)
     for n in size:
@@ -60,8 +67,15 @@ def efficient_zeros(size: Any, **options: Any) -> Tensor:
     return empty(size, **options).zero_()
 
 
-def empty_strided(size: Any, stride: Any, *, dtype: Any = None, layout: Any = None, device: Any = None,
-                  pin_memory: Any = None) -> Tensor:
+def empty_strided(
+    size: Any,
+    stride: Any,
+    *,
+    dtype: Any = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+) -> Tensor:
     """Return a new tensor with this layout."""
     check_device(device)
     size, stride = tuple(size), tuple(stride)
@@ -69,7 +83,9 @@ def empty_strided(size: Any, stride: Any, *, dtype: Any = None, layout: Any = No
     return wrap_strided(zeros(storage_shape(size, stride), to_jax_dtype(dtype)), size, stride, dtype)
 
 
-def zeros_of(size: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None) -> Tensor:
+def zeros_of(
+    size: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None
+) -> Tensor:
     """Return zeros, which is what ``empty`` returns here too."""
     return empty(size, dtype=dtype, device=device)
 
@@ -81,7 +97,9 @@ def new_zeros(self: Tensor, size: Any, *, dtype: Any = None, device: Any = None,
     return empty(size, dtype=dtype or self.dtype, device=device)
 
 
-def zeros_like(self: Tensor, *, dtype: Any = None, device: Any = None, memory_format: Any = None, **_: Any) -> Tensor:
+def zeros_like(
+    self: Tensor, *, dtype: Any = None, device: Any = None, memory_format: Any = None, **_: Any
+) -> Tensor:
     """Return zeros in the layout of ``self``, dense."""
     dtype = dtype or self.dtype
     if device is not None and device.type != "jax":
@@ -112,19 +130,54 @@ def _count(length: int, dtype: Any) -> Any:
 _counters: dict[tuple[Any, ...], Any] = {}
 
 
-def arange(start: Any, end: Any, step: Any = 1, *, dtype: Any = None, layout: Any = None, device: Any = None,
-           pin_memory: Any = None) -> Tensor:
+def arange(
+    start: Any,
+    end: Any,
+    step: Any = 1,
+    *,
+    dtype: Any = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+) -> Tensor:
     """Return the numbers from ``start`` to ``end``; torch says how many, and only that is compiled for."""
+    check_device(device)
     shadow = torch.ops.aten.arange.start_step(start, end, step, dtype=dtype, device="meta")
-    length, jax_dtype = shadow.shape[0], to_jax_dtype(shadow.dtype)
+    check_device(device)
+    return _counted(shadow.shape[0], start, step, shadow.dtype)
+
+
+def _counted(length: int, start: Any, step: Any, dtype: torch.dtype) -> Tensor:
     first, stride = device_number(start), device_number(step)
-    key = (length, jax_dtype, type(start), type(step))
+    key = (length, dtype, type(start), type(step))
     program = _counters.get(key)
     if program is None:
         if len(_counters) >= _SHARED_LIMIT:
             _counters.clear()
-        program = _counters[key] = compiler.compile(_count(length, jax_dtype), [first, stride])
-    return wrap(program(first, stride), shadow.dtype)
+        program = _counters[key] = compiler.compile(_count(length, to_jax_dtype(dtype)), [first, stride])
+    return wrap(program(first, stride), dtype)
+
+
+def range_(
+    start: Any,
+    end: Any,
+    step: Any = 1,
+    *,
+    dtype: Any = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+) -> Tensor:
+    """Return the numbers from ``start`` to ``end``, which torch's old ``range`` includes."""
+    check_device(device)
+    dtype = dtype or torch.get_default_dtype()
+    if step == 0:
+        raise RuntimeError("step must be nonzero")
+    if not (math.isfinite(start) and math.isfinite(end)):
+        raise RuntimeError(f"unsupported range: {start} -> {end}")
+    if (end - start) * step < 0:
+        raise RuntimeError("upper bound and lower bound inconsistent with step sign")
+    return _counted(int((end - start) / step) + 1, start, step, dtype)
 
 
 def arange_end(end: Any, **options: Any) -> Tensor:
@@ -140,9 +193,11 @@ def arange_out(start: Any, end: Any, step: Any = 1, *, out: Tensor) -> Tensor:
     return out.copy_(found)
 
 
-def as_strided_scatter(self: Tensor, src: Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> Tensor:
+def as_strided_scatter(
+    self: Tensor, src: Tensor, size: Any, stride: Any, storage_offset: int | None = None
+) -> Tensor:
     """Return a copy of ``self``, storage and strides included, with a view of any layout replaced."""
-    length, offset = storage_length(self), self.storage_offset()
+    length, offset = storage_length(self), int(self.storage_offset())
     copied = restride(self, (length,), (1,)).clone()
     found = restride(copied, self.shape, self.stride(), offset)
     at = offset if storage_offset is None else storage_offset
@@ -161,5 +216,7 @@ KERNELS = {
     "arange.start": arange,
     "arange.start_step": arange,
     "arange.start_out": arange_out,
+    "range": range_,
+    "range.step": range_,
     "as_strided_scatter": as_strided_scatter,
 }

@@ -29,7 +29,7 @@ def permit(op: OpOverload, arguments: dict[str, Any], reason: str) -> None:
         )
 
 
-def run(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> Any:
+def run(op: OpOverload, args: list[Any], kwargs: dict[str, Any], reason: str) -> Any:
     """Run ``op`` with ATen on the CPU and bring results and writes back."""
     permit(op, schema_of(op).bind(args, kwargs), reason)
     if counters.count_fallback(str(op), reason) and config.fallback == "warn":
@@ -50,7 +50,7 @@ def run(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], reason: s
     return _to_jax(result, originals)
 
 
-def attempt(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def attempt(op: OpOverload, args: list[Any], kwargs: dict[str, Any]) -> None:
     """Run ``op`` on copies on the CPU, for the error it raises."""
     moved: dict[int, torch.Tensor] = {}
     cpu_args = [_to_cpu(a, moved) for a in args]

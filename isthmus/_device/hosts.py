@@ -1,16 +1,25 @@
-"""CPU tensors and arrays: always a copy, since the user can still write to the tensor."""
+"""Tensors of other devices and arrays: always a copy, since the user can still write to the tensor.
+
+A CPU tensor crosses through numpy, a CUDA tensor by DLPack where JAX has the GPU too.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 
-from isthmus._runtime.compiler import scoped_x64
+from isthmus._runtime.compiler import default_device, platform, scoped_x64
 from isthmus._runtime.dtypes import to_jax_dtype
 from isthmus._runtime.hosts import from_numpy, to_numpy
+
+_CROSSES = frozenset({
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
+    torch.float64, torch.complex64, torch.complex128,
+})  # fmt: skip
 
 
 def array_from_cpu(tensor: torch.Tensor) -> Any:
@@ -30,6 +39,26 @@ def cpu_from_array(array: Any, dtype: torch.dtype) -> torch.Tensor:
         # torch warns of read-only memory; nothing here writes to it.
         flat = flat.copy() if flat.size < 4096 else _writeable_alias(flat)
     return torch.from_numpy(flat).view(dtype).reshape(host.shape)
+
+
+def array_from_cuda(tensor: torch.Tensor) -> Any:
+    """Return a CUDA tensor's elements without a detour through the host, or None where JAX cannot take it."""
+    if platform() != "gpu" or tensor.dtype not in _CROSSES:
+        return None
+    with scoped_x64():
+        shared = jax.dlpack.from_dlpack(tensor.detach().resolve_conj().resolve_neg().contiguous())
+        # torch may overwrite its memory as soon as this returns.
+        return jnp.array(jax.device_put(shared, default_device()), copy=True).block_until_ready()
+
+
+def cuda_from_array(array: Any, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return an array as a CUDA tensor of its own, or None where torch cannot take it."""
+    if platform() != "gpu" or dtype not in _CROSSES:
+        return None
+    own = torch.from_dlpack(array).clone()
+    # JAX may reuse its memory as soon as this returns.
+    torch.cuda.current_stream(own.device).synchronize()
+    return own
 
 
 def copied(array: Any) -> Any:

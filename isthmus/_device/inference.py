@@ -11,6 +11,7 @@ from torch._ops import OpOverload
 
 from isthmus._device.buffer import buffer_of, storage_length
 from isthmus._device.private import below_autograd
+from isthmus._graph.schema import schema_of
 
 
 @dataclass(frozen=True)
@@ -56,17 +57,17 @@ class Shadow:
         return self._bases[key].as_strided(size, stride, tensor.storage_offset())
 
 
-def infer(op: OpOverload, args: Any, kwargs: dict[str, Any], *, share: bool = False) -> tuple[Any, Any, Any] | None:
-    """Run ``op`` on stand-ins and return (result, args, kwargs), all on Meta; None where torch has no Meta kernel.
+def infer(op: OpOverload, values: tuple[Any, ...], *, share: bool = False) -> tuple[Any, tuple[Any, ...]] | None:
+    """Run ``op`` on stand-ins and return (result, arguments), all on Meta; None where torch has no Meta kernel.
 
     Raises what torch raises for a wrong call.
     """
     shadow = Shadow(share)
     with torch.no_grad(), below_autograd():
-        shadow_args = [shadow(a) for a in args]
-        shadow_kwargs = {name: shadow(value) for name, value in kwargs.items()}
+        shadows = tuple(shadow(value) for value in values)
+        args, kwargs = schema_of(op).split(shadows)
         try:
-            return op(*shadow_args, **shadow_kwargs), shadow_args, shadow_kwargs
+            return op(*args, **kwargs), shadows
         except NotImplementedError:
             return None
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
-from isthmus._device import batchnorm, factories, lists, masks, random_factories, transfer, views
+from isthmus._device import attention, batchnorm, factories, lists, masks, random_factories, rnn, transfer, views
 from isthmus._device.conjugate import resolving
-from isthmus._device.dispatch import kernel_for, refresh
+from isthmus._device.dispatch import forget, kernel_for
 from isthmus._device.private import has_kernel
 from isthmus._graph.schema import mutating_of
 from isthmus._ops.registry import Lowering, on_register, registry
@@ -17,7 +18,9 @@ from isthmus._ops.registry import Lowering, on_register, registry
 _libraries: dict[str, torch.library.Library] = {}
 _registered: set[OpOverload] = set()
 _own = {
+    **attention.KERNELS,
     **batchnorm.KERNELS,
+    **rnn.KERNELS,
     **views.KERNELS,
     **factories.KERNELS,
     **masks.KERNELS, **transfer.KERNELS,
@@ -28,7 +31,7 @@ _own = {
 
 def call(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Run an op that has no kernel of its own: through a decomposition or the CPU."""
-    if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "PrivateUse1"):
+    if has_kernel(op, "PrivateUse1"):
         return op(*args, **kwargs)  # the very first call on the device, made before the kernels were there
     return kernel_for(op)(*args, **kwargs)
 
@@ -42,7 +45,13 @@ def _library(namespace: str) -> torch.library.Library:
 def _register(op: OpOverload, kernel: Any) -> None:
     namespace, name = op._schema.name.split("::")
     overload = op._schema.overload_name
-    _library(namespace).impl(f"{name}.{overload}" if overload else name, kernel, "PrivateUse1")
+    again = op in _registered
+    _registered.add(op)
+    with warnings.catch_warnings():
+        # A lowering that replaces another replaces its kernel, which torch warns about.
+        warnings.simplefilter("ignore" if again else "default")
+        full = f"{name}.{overload}" if overload else name
+        _library(namespace).impl(full, kernel, "PrivateUse1", allow_override=again)
 
 
 def _loses_gradient(op: OpOverload) -> bool:
@@ -52,15 +61,15 @@ def _loses_gradient(op: OpOverload) -> bool:
 
 def _register_lowering(entry: Lowering) -> None:
     for op in (entry.op, *mutating_of(entry.op)):
-        refresh(op)
-        if op in _registered or op.name().removeprefix("aten::") in _own or _loses_gradient(op):
-            continue
-        _registered.add(op)
-        _register(op, resolving(op, kernel_for(op)))
+        forget(op)
+        if op.name().removeprefix("aten::") not in _own and not _loses_gradient(op):
+            _register(op, resolving(op, kernel_for(op)))
 
 
 for _name, _function in _own.items():
     _library("aten").impl(_name, _function, "PrivateUse1")
+for _name, _function in attention.AUTOGRAD_KERNELS.items():
+    _library("aten").impl(_name, _function, "AutogradPrivateUse1")
 for _lowering in list(registry.values()):
     _register_lowering(_lowering)
 on_register.append(_register_lowering)

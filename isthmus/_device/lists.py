@@ -12,16 +12,15 @@ from isthmus._device import fallback
 from isthmus._device.dispatch import kernel_for
 
 aten = torch.ops.aten
-_copy = kernel_for(aten._foreach_copy_.default)
 
 
 def copy_(self: list[Tensor], src: list[Tensor], non_blocking: bool = False) -> None:
     """Copy each source into its target: in one program if all of them are here."""
-    if all([t.device.type == "jax" for t in self]) and all([t.device.type == "jax" for t in src]):
-        _copy(self, src)
+    if {t.device.type for t in self} == {t.device.type for t in src} == {"jax"}:
+        kernel_for(aten._foreach_copy_.default)(self, src)
         return
     if len(self) != len(src):
-        fallback.attempt(aten._foreach_copy_.default, (self, src), {})
+        fallback.attempt(aten._foreach_copy_.default, [self, src], {})
     for target, source in zip(self, src, strict=True):
         target.copy_(source, non_blocking)
 
@@ -33,7 +32,7 @@ def _unpacked(packet: Any) -> Callable[..., Any]:
         if scalars.device.type != "cpu":
             raise RuntimeError(f"Expected scalars to be on CPU, got {scalars.device} instead.")
         if scalars.dim() != 1 or scalars.numel() != len(self):
-            fallback.attempt(packet.Tensor, (self, tensor1, tensor2, scalars), {})
+            fallback.attempt(packet.Tensor, [self, tensor1, tensor2, scalars], {})
         return packet.ScalarList(self, tensor1, tensor2, scalars.tolist())
 
     return call

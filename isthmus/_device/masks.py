@@ -17,8 +17,20 @@ from isthmus._device.dispatch import kernel_for
 _aten = torch.ops.aten
 _MASKS = (torch.bool, torch.uint8)
 _nonzero = kernel_for(_aten.nonzero.default)
-_masked_fill = kernel_for(_aten.masked_fill.Tensor)
-_masked_fill_ = kernel_for(_aten.masked_fill_.Tensor)
+
+
+def _filling(op: OpOverload) -> Any:
+    kernel = kernel_for(op)
+
+    def masked_fill(self: Tensor, mask: Tensor, value: Tensor) -> Tensor:
+        """Write one value, which may be on the CPU, where the mask holds."""
+        return kernel(self, mask, value if value.device.type == "jax" else value.to("jax"))
+
+    return masked_fill
+
+
+_masked_fill = _filling(_aten.masked_fill.Tensor)
+_masked_fill_ = _filling(_aten.masked_fill_.Tensor)
 
 
 def _plain(indices: Any) -> bool:
@@ -28,6 +40,8 @@ def _plain(indices: Any) -> bool:
 
 def expanded(self: Tensor, indices: Any) -> list[Any]:
     """Return the indices with every mask replaced by the index tensors of its true elements."""
+    if len(indices) > self.dim():
+        raise IndexError(f"too many indices for tensor of dimension {self.dim()} (got {len(indices)})")
     found: list[Any] = []
     for given in indices:
         index = given if given is None or given.device.type == "jax" else given.to("jax")
@@ -52,13 +66,18 @@ def _check_mask(self: Tensor, mask: Tensor, start: int) -> None:
 
 
 def _single_mask(self: Tensor, indices: Any, values: Tensor, accumulate: bool) -> Tensor | None:
-    """Return the mask, shaped to broadcast over ``self``, if one value is written through just one mask."""
+    """Return the mask, shaped to broadcast over ``self``, if just one mask and one value are given."""
     present = [(at, i) for at, i in enumerate(indices) if i is not None]
     if len(present) != 1 or accumulate or values.numel() != 1 or values.dtype != self.dtype:
         return None
     at, mask = present[0]
     # A mask without dims, or one that does not fit, is left to the general path and its errors.
-    if mask.dtype != torch.bool or not mask.dim() or mask.device.type != "jax" or self.dim() < at + mask.dim():
+    if (
+        mask.dtype != torch.bool
+        or not mask.dim()
+        or mask.device.type != "jax"
+        or self.dim() < at + mask.dim()
+    ):
         return None
     if mask.shape != self.shape[at : at + mask.dim()]:
         return None
@@ -78,7 +97,9 @@ def _reading(op: OpOverload) -> Any:
 def _writing(op: OpOverload, fill: Any) -> Any:
     kernel = kernel_for(op)
 
-    def index_put(self: Tensor, indices: Any, values: Tensor, accumulate: bool = False, unsafe: bool = False) -> Tensor:
+    def index_put(
+        self: Tensor, indices: Any, values: Tensor, accumulate: bool = False, unsafe: bool = False
+    ) -> Tensor:
         """Write values to the elements that indices and masks name."""
         more = (unsafe,) if unsafe else ()
         if _plain(indices):
@@ -92,6 +113,8 @@ def _writing(op: OpOverload, fill: Any) -> Any:
 
 
 KERNELS = {
+    "masked_fill.Tensor": _masked_fill,
+    "masked_fill_.Tensor": _masked_fill_,
     "index.Tensor": _reading(_aten.index.Tensor),
     "index_put": _writing(_aten.index_put.default, _masked_fill),
     "index_put_": _writing(_aten.index_put_.default, _masked_fill_),

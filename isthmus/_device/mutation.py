@@ -31,15 +31,15 @@ _OWNED = 3
 class Mutation:
     """What a call writes to: its targets, which of them share a storage, which are resized."""
 
-    def __init__(self, op: OpOverload, slots: dict[str, Slot], args: Any, kwargs: dict[str, Any], found: Any) -> None:
+    def __init__(self, op: OpOverload, slots: dict[str, Slot], values: tuple[Any, ...], found: Any) -> None:
         self.op, self.locate = op, locator(op)
-        targets = self.locate(args, kwargs)
+        targets = self.locate(values)
         self.slots = [slot for name in schema_of(op).mutated for slot in _tensor_slots(slots[name])]
         storages = [target.untyped_storage()._cdata for target in targets]
         # Targets on one storage are written one after another; each group of them is one output.
         self.groups = [storages.index(storage) for storage in storages]
         self.order = list(dict.fromkeys(self.groups))
-        after = targets if found is None else self.locate(tuple(found[1]), found[2])
+        after = targets if found is None else self.locate(found[1])
         pairs = zip(after, targets, strict=True)
         self.resized = [None if new.shape == old.shape else Spec.of(new) for new, old in pairs]
 
@@ -55,7 +55,7 @@ class Mutation:
                 written[group] = slot.write(written.get(group, inputs[slot.index]), inputs, new)
         return [written[group] for group in self.order]
 
-    def plan(self, builder: _Builder, specs: list[Spec], inputs: list[Any], args: Any, kwargs: dict[str, Any]) -> Plan:
+    def plan(self, builder: _Builder, specs: list[Spec], inputs: list[Any]) -> Plan:
         """Return how a call runs: compute, rebind the storages, resize what must be."""
         donated = tuple(self.slots[group].index for group in self.order)
         variants = Variants(builder, donated, any(self.resized))
@@ -65,8 +65,8 @@ class Mutation:
         returns = len(self.op._schema.returns)
         restrided = any(resized)
 
-        def run(inputs: list[Any], args: Any, kwargs: Any) -> Any:
-            targets = locate(args, kwargs)
+        def run(inputs: list[Any], values: tuple[Any, ...]) -> Any:
+            targets = locate(values)
             outputs = variants.choose(inputs)(*inputs)
             if verify is not None:
                 verify(outputs[count + len(order) :])
@@ -114,16 +114,17 @@ class Variants:
         return call
 
 
-def locator(op: OpOverload) -> Callable[[Any, Any], list[Tensor]]:
+def locator(op: OpOverload) -> Callable[[tuple[Any, ...]], list[Tensor]]:
     """Return a function that finds the tensors a call writes to."""
-    schema = schema_of(op)
-    if len(schema.mutated) == 1 and schema.arguments[0].mutated and schema.arguments[0].kind == "tensor":
-        return lambda args, kwargs: [args[0]]
+    positions = [a.position for a in schema_of(op).arguments if a.mutated]
+    if len(positions) == 1 and schema_of(op).arguments[positions[0]].kind == "tensor":
+        position = positions[0]
+        return lambda values: [values[position]]
 
-    def locate(args: Any, kwargs: Any) -> list[Tensor]:
-        bound = schema.bind(args, kwargs)
-        found = [bound[name] for name in schema.mutated if bound.get(name) is not None]
-        return [tensor for item in found for tensor in (item if isinstance(item, (list, tuple)) else [item])]
+    def locate(values: tuple[Any, ...]) -> list[Tensor]:
+        found = [values[position] for position in positions]
+        tensors = [item for value in found for item in (value if isinstance(value, list) else [value])]
+        return [tensor for tensor in tensors if isinstance(tensor, Tensor)]
 
     return locate
 

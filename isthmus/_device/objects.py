@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from isthmus._device.private import empty_tensor
+
 Storage = torch.UntypedStorage
 
 
@@ -24,7 +26,7 @@ def contents(storage: Any) -> Any:
 
 def from_bytes(data: Any) -> Storage:
     """Return a new "jax" storage of these bytes, kept on the host until a tensor says what dtype they are."""
-    storage = torch._C._acc.create_empty_tensor((0,), torch.uint8).untyped_storage()
+    storage = empty_tensor((0,), torch.uint8).untyped_storage()
     storage._bytes = data  # type: ignore[attr-defined]
     return storage
 

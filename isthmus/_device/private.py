@@ -9,6 +9,7 @@ from torch._ops import OpOverload
 
 # The Meta kernels of view ops build a tensor on the storage they are given, whatever its device.
 META = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
 empty_tensor = torch._C._acc.create_empty_tensor
 
 
@@ -36,6 +37,16 @@ def has_kernel(op: OpOverload, key: str) -> bool:
 def below_autograd() -> Any:
     """Return a guard under which a call goes straight to the backend."""
     return torch._C._AutoDispatchBelowAutograd()
+
+
+def without_autocast() -> Any:
+    """Return a guard under which calls pass autocast by."""
+    return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST)
+
+
+def fused_attention_enabled() -> bool:
+    """Return whether ``torch.nn.attention.sdpa_kernel`` allows the device's own attention."""
+    return bool(torch._C._get_overrideable_sdp_enabled())
 
 
 def op_names() -> list[str]:

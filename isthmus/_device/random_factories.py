@@ -13,17 +13,15 @@ from isthmus._device import fallback
 from isthmus._device.dispatch import kernel_for
 
 aten = torch.ops.aten
-_STATIC_INT64 = torch.int64
 
 
 def checked(op: OpOverload, valid: Callable[..., bool]) -> Callable[..., Any]:
-    """Return the kernel of ``op`` behind a test of its arguments: a call that fails it is refused by the CPU."""
-    kernel = kernel_for(op)
+    """Return the kernel of ``op`` behind a test of its arguments: what fails it the CPU refuses in its words."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not valid(*args, **kwargs):
-            fallback.attempt(op, args, kwargs)
-        return kernel(*args, **kwargs)
+            fallback.attempt(op, list(args), kwargs)
+        return kernel_for(op)(*args, **kwargs)
 
     return call
 
@@ -99,11 +97,11 @@ def _random_to(self: Tensor, high: int, **_: Any) -> bool:
 
 
 def _randint(high: int, size: Any, *, dtype: Any = None, **_: Any) -> bool:
-    return _fits(dtype or _STATIC_INT64, 0, high)
+    return _fits(dtype or torch.int64, 0, high)
 
 
 def _randint_low(low: int, high: int, size: Any, *, dtype: Any = None, **_: Any) -> bool:
-    return _fits(dtype or _STATIC_INT64, low, high)
+    return _fits(dtype or torch.int64, low, high)
 
 
 def _randint_like(self: Tensor, high: int, *, dtype: Any = None, **_: Any) -> bool:
@@ -123,7 +121,7 @@ def _rand_like(self: Tensor, *, dtype: Any = None, **_: Any) -> bool:
 
 
 def _randperm(n: int, *, dtype: Any = None, **_: Any) -> bool:
-    dtype = dtype or _STATIC_INT64
+    dtype = dtype or torch.int64
     return n >= 0 and (dtype in (torch.int64, torch.float64) or (not dtype.is_complex and _exact(dtype) >= n))
 
 
@@ -212,7 +210,9 @@ def _overload(name: str) -> OpOverload | None:
 
 
 def _kernels() -> dict[str, Callable[..., Any]]:
-    found: dict[str, Callable[..., Any]] = {op.name().removeprefix("aten::"): checked(op, v) for op, v in _VALID.items()}
+    found: dict[str, Callable[..., Any]] = {
+        op.name().removeprefix("aten::"): checked(op, v) for op, v in _VALID.items()
+    }
     for name, (valid, fill) in _LIKE.items():
         op = _overload(name)
         if op is not None:

@@ -22,13 +22,14 @@ def register() -> None:
             return
         _check_first()
         _state["with torch"] = getattr(torch.__spec__, "_initializing", False)
-        from isthmus._device import autocast, module, objects
+        from isthmus._device import autocast, module, modules, objects
 
         _setup_privateuseone_for_python_backend("jax", backend_module=module, hook=_Hooks(), device_guard=_Guard())
         _state["library"] = library = torch.library.Library("_", "IMPL")
         library.fallback(_load_then_call, "PrivateUse1")
         _state["pass autocast"] = autocast.allow()
         objects.install()
+        modules.install()
         _serve_accelerator()
 
 

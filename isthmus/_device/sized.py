@@ -24,14 +24,10 @@ class SizedKernel:
 
     def __init__(self, op: OpOverload) -> None:
         self.op, self.schema = op, schema_of(op)
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Look the lowering up anew and forget the programs of the old one."""
-        self.lowering = registry[functional_of(self.op) or self.op]
+        self.lowering = registry[functional_of(op) or op]
         self.programs: dict[Any, Any] = {}
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def entry(self, *args: Any, **kwargs: Any) -> Any:
         """Run one call."""
         from isthmus._device.transfer import array_of
 

@@ -11,7 +11,7 @@ from isthmus._device import checks
 from isthmus._device.buffer import buffer_of, storage_order, storage_shape, wrap, wrap_strided
 from isthmus._device.conjugate import apply_bits, bare, is_lazy, resolve
 from isthmus._device.dispatch import kernel_for
-from isthmus._device.hosts import array_from_cpu, cpu_from_array
+from isthmus._device.hosts import array_from_cpu, array_from_cuda, cpu_from_array, cuda_from_array
 from isthmus._device.module import check_device
 from isthmus._runtime import counters
 
@@ -41,7 +41,7 @@ def _whole(tensor: Tensor) -> Any:
 def copy_(self: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
     """Write ``src`` into ``self``, whichever devices they are on."""
     if self.device.type != "jax":
-        return self.copy_(to_cpu(src), non_blocking)
+        return self.copy_(_nearest(src, self.device), non_blocking)
     arrived = resolve(src) if src.device.type == "jax" else from_other(src)
     if is_lazy(self):
         _copy(bare(self), apply_bits(arrived, self))
@@ -64,6 +64,9 @@ def copy_from(self: Tensor, dst: Tensor, non_blocking: bool = False) -> Tensor:
 def from_other(tensor: Tensor) -> Tensor:
     """Return a tensor of another device as a new "jax" tensor with the same strides if they are dense."""
     counters.count("transfers to device")
+    crossed = array_from_cuda(tensor) if tensor.device.type == "cuda" else None
+    if crossed is not None:
+        return wrap(crossed, tensor.dtype)
     size, stride = tuple(tensor.shape), tuple(tensor.stride())
     if len(storage_shape(size, stride)) != len(size):
         return wrap(array_from_cpu(tensor.cpu()), tensor.dtype)
@@ -79,6 +82,12 @@ def to_cpu(tensor: Tensor) -> Tensor:
     return cpu_from_array(array, tensor.dtype)
 
 
+def _nearest(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a "jax" tensor's elements where a copy to ``device`` is cheapest: there, or on the CPU."""
+    crossed = cuda_from_array(array_of(tensor), tensor.dtype) if device.type == "cuda" else None
+    return crossed if crossed is not None else to_cpu(tensor)
+
+
 def to_copy(self: Tensor, **options: Any) -> Tensor:
     """Return a copy with another dtype, device or memory format."""
     device = options.pop("device", None) or self.device
@@ -91,7 +100,7 @@ def to_copy(self: Tensor, **options: Any) -> Tensor:
         target = torch.empty_strided(self.shape, _dense_strides(self), dtype=dtype, device=device)
     else:
         target = torch.empty(self.shape, dtype=dtype, device=device, memory_format=memory_format)
-    return target.copy_(to_cpu(self))
+    return target.copy_(_nearest(self, device))
 
 
 def _dense_strides(tensor: Tensor) -> tuple[int, ...]:

@@ -19,9 +19,9 @@ _aten = torch.ops.aten
 
 def as_strided(self: Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> Tensor:
     """Return a view of any layout that fits the storage."""
-    offset = self.storage_offset() if storage_offset is None else storage_offset
+    offset = int(self.storage_offset()) if storage_offset is None else storage_offset
     _check_bounds(self, size, stride, offset)
-    return redispatch_to_meta(_aten.as_strided.default, self, size, stride, offset)
+    return restride(self, size, stride, offset)
 
 
 def _check_bounds(tensor: Tensor, size: Any, stride: Any, offset: int) -> None:
@@ -49,8 +49,9 @@ def resize_(self: Tensor, size: Any, *, memory_format: Any = None) -> Tensor:
         stride = torch.empty(size, device="meta", memory_format=memory_format).stride()
     else:
         stride = contiguous_strides(size)
-    _grow(self, self.storage_offset() + span(size, stride))
-    return become(self, restride(self, size, stride, self.storage_offset()))
+    offset = int(self.storage_offset())
+    _grow(self, offset + span(size, stride))
+    return become(self, restride(self, size, stride, offset))
 
 
 def _grow(tensor: Tensor, length: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,17 @@ _KINDS = {
 }
 
 
+class _Absent:
+    """The type of ``ABSENT``."""
+
+    def __repr__(self) -> str:
+        return "ABSENT"
+
+
+ABSENT: Any = _Absent()
+"""Stands for an argument a call leaves at its default."""
+
+
 @dataclass(frozen=True)
 class Argument:
     """One argument of a schema; ``kind`` is tensor, tensors, scalar, scalars or static."""
@@ -35,6 +47,8 @@ class Argument:
     has_default: bool
     mutated: bool
     out: bool
+    keyword_only: bool
+    position: int
 
 
 @dataclass(frozen=True)
@@ -46,7 +60,7 @@ class Schema:
     mutated: tuple[str, ...]
     returns_aliases: bool
 
-    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return every argument by name, defaults filled in."""
         names = [argument.name for argument in self.arguments]
         bound = {argument.name: argument.default for argument in self.arguments if argument.has_default}
@@ -54,17 +68,35 @@ class Schema:
         bound.update(kwargs)
         return {name: bound[name] for name in names if name in bound}
 
+    def named(self, values: tuple[Any, ...]) -> dict[str, Any]:
+        """Return every argument by name, given all of them in order with ABSENT for defaults."""
+        pairs = zip(self.arguments, values, strict=True)
+        return {a.name: a.default if value is ABSENT else value for a, value in pairs}
+
+    def split(self, values: tuple[Any, ...]) -> tuple[list[Any], dict[str, Any]]:
+        """Return the same values as positional and keyword arguments of a call, defaults left out."""
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for argument, value in zip(self.arguments, values, strict=True):
+            if value is ABSENT:
+                continue
+            if argument.keyword_only or len(args) != argument.position:
+                kwargs[argument.name] = value
+            else:
+                args.append(value)
+        return args, kwargs
+
 
 @functools.cache
 def schema_of(op: OpOverload) -> Schema:
     """Return the schema of ``op`` in the terms used here."""
-    arguments = tuple(_argument(argument) for argument in op._schema.arguments)
+    arguments = tuple(_argument(argument, n) for n, argument in enumerate(op._schema.arguments))
     mutated = tuple(argument.name for argument in arguments if argument.mutated)
     aliases = any(r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns)
     return Schema(op, arguments, mutated, aliases)
 
 
-def _argument(argument: Any) -> Argument:
+def _argument(argument: Any, position: int) -> Argument:
     kind = str(argument.type)
     return Argument(
         name=argument.name,
@@ -74,6 +106,8 @@ def _argument(argument: Any) -> Argument:
         has_default=argument.has_default_value(),
         mutated=argument.alias_info is not None and argument.alias_info.is_write,
         out=argument.is_out,
+        keyword_only=argument.kwarg_only,
+        position=position,
     )
 
 

@@ -13,8 +13,10 @@ from isthmus._graph.names import Missing, aten
 from isthmus._graph.schema import schema_of
 from isthmus._ops.common import accumulation_dtype, cast, keyword_signature, promote, wrap_dim
 from isthmus._ops.registry import lowering
+from isthmus.errors import Unsupported
 
 Array = Any
+TAKES_INTEGERS = (aten.hardtanh.default, aten.threshold.default, aten.threshold_backward.default)
 
 
 def activation(op: Any, function: Callable[..., Any]) -> None:
@@ -27,6 +29,8 @@ def activation(op: Any, function: Callable[..., Any]) -> None:
     def lowered(**values: Any) -> Any:
         tensors = [values[a.name] for a in arguments if a.kind == "tensor"]
         compute, result = promote(*tensors)
+        if not jnp.issubdtype(compute, jnp.inexact) and op not in TAKES_INTEGERS:
+            raise Unsupported(f"{op} of {compute}, which torch refuses")
         given = [values[a.name] if a.kind == "static" else cast(values[a.name], compute) for a in arguments]
         found = function(*given)
         return tuple(cast(f, result) for f in found) if isinstance(found, tuple) else cast(found, result)

@@ -110,7 +110,11 @@ def accumulation_dtype(dtype: Any) -> np.dtype[Any]:
 
 def wrap_dim(dim: int, ndim: int) -> int:
     """Return ``dim`` counted from the front; a 0-dim tensor has one dim to name."""
-    return dim % max(ndim, 1)
+    count = max(ndim, 1)
+    if not -count <= dim < count:
+        expected = f"expected to be in range of [{-count}, {count - 1}]"
+        raise IndexError(f"Dimension out of range ({expected}, but got {dim})")
+    return dim % count
 
 
 def wrap_dims(dim: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:

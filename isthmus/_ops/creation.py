@@ -131,9 +131,11 @@ def _spaced(start: Any, end: Any, steps: int, wide: Any) -> Array:
 def _result_dtype(dtype: Any, *ends: Any) -> Any:
     if dtype is not None:
         return np.dtype(dtype)
-    kinds = [e.kind if isinstance(e, Number) else type(e) for e in ends]
-    is_complex = any(k is complex or (hasattr(e, "dtype") and jnp.iscomplexobj(e)) for k, e in zip(kinds, ends, strict=True))
-    return _dtype_of(1j) if is_complex else _default_dtype()
+    return _dtype_of(1j) if any(_is_complex(e) for e in ends) else _default_dtype()
+
+
+def _is_complex(end: Any) -> bool:
+    return end.kind is complex if isinstance(end, Number) else bool(jnp.iscomplexobj(end))
 
 
 def _wide(dtype: Any) -> Any:

@@ -37,7 +37,7 @@ def _foreach(name: str, op: Any, **order: str) -> None:
         count = max(len(values[name]) for name in lists)
         found = []
         for index in range(count):
-            given = {n: v[index] if n in lists else v for n, v in values.items()}
+            given = {n: values[n][index] if n in lists else values[n] for n in names if n in values}
             keywords = {order[n]: given.pop(n) for n in list(given) if n in order}
             found.append(single(op, tuple(given.values()), keywords))
         return found
@@ -47,10 +47,39 @@ def _foreach(name: str, op: Any, **order: str) -> None:
     lowering(listed, static=("ord",) if "ord" in names else ())(lowered)
 
 
-UNARY = (
-    "abs acos asin atan ceil cos cosh erf erfc exp expm1 floor frac lgamma log log10 log1p log2 neg reciprocal "
-    "round rsqrt sigmoid sign sin sinh sqrt tan tanh trunc zero"
-).split()
+UNARY = [
+    "abs",
+    "acos",
+    "asin",
+    "atan",
+    "ceil",
+    "cos",
+    "cosh",
+    "erf",
+    "erfc",
+    "exp",
+    "expm1",
+    "floor",
+    "frac",
+    "lgamma",
+    "log",
+    "log10",
+    "log1p",
+    "log2",
+    "neg",
+    "reciprocal",
+    "round",
+    "rsqrt",
+    "sigmoid",
+    "sign",
+    "sin",
+    "sinh",
+    "sqrt",
+    "tan",
+    "tanh",
+    "trunc",
+    "zero",
+]
 for _name in UNARY:
     _foreach(f"{_name}.default", getattr(aten, _name).default)
 
@@ -61,7 +90,12 @@ for _name in ("add", "sub"):
     _foreach(f"{_name}.ScalarList", _with_number)
 _foreach("add.Tensor", aten.add.Tensor, alpha="alpha")
 for _name in ("mul", "div"):
-    for _overload, _single in {"List": "Tensor", "Tensor": "Tensor", "Scalar": "Scalar", "ScalarList": "Scalar"}.items():
+    for _overload, _single in {
+        "List": "Tensor",
+        "Tensor": "Tensor",
+        "Scalar": "Scalar",
+        "ScalarList": "Scalar",
+    }.items():
         _foreach(f"{_name}.{_overload}", getattr(getattr(aten, _name), _single))
 for _name, _clamp in {
     "clamp_min": aten.clamp_min,

@@ -71,6 +71,8 @@ def unsafe_index(self: Array, indices: list[Any]) -> Array:
 
 def put_at(x: Array, position: Any, values: Array, accumulate: bool) -> Array:
     """Return ``x`` with values written or added at a position."""
+    if values.dtype != x.dtype:
+        raise Unsupported("values in another dtype, which torch refuses as well")
     if not accumulate:
         return x.at[position].set(values)
     if x.dtype == jnp.bool_:
@@ -142,10 +144,12 @@ def gather(self: Array, dim: int, index: Array, sparse_grad: bool = False) -> Ar
 
 
 def scatter_position(x: Array, axis: int, index: Array) -> tuple[Any, ...]:
-    """Return the numpy-style index of what ``scatter`` writes: ``index`` along one axis, its own place in others."""
+    """Return the numpy-style index of a scatter: ``index`` along one axis, its own place in the others."""
     at = checked(index, x.shape[axis], RuntimeError, outside(axis, x.shape[axis]))
-    grid = [jax.lax.broadcasted_iota(jnp.int64, (1,) * d + (n,) + (1,) * (index.ndim - d - 1), d)
-            for d, n in enumerate(index.shape)]
+    grid = [
+        jax.lax.broadcasted_iota(jnp.int64, (1,) * d + (n,) + (1,) * (index.ndim - d - 1), d)
+        for d, n in enumerate(index.shape)
+    ]
     grid[axis] = at
     return tuple(grid)
 
@@ -277,7 +281,13 @@ def index_select(self: Array, dim: int, index: Array) -> Array:
 
 
 def _index_write(
-    x: Array, dim: int, index: Array, source: Any, message: str, write: Any, error: type[Exception] = IndexError
+    x: Array,
+    dim: int,
+    index: Array,
+    source: Any,
+    message: str,
+    write: Any,
+    error: type[Exception] = IndexError,
 ) -> Array:
     """Return ``x`` after ``write(x, position, values)`` on slices along a dim."""
     whole, axis = _lined_up(x, dim)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from isthmus._graph.names import aten
 from isthmus._ops.activation import log_sigmoid
 from isthmus._ops.checks import require
-from isthmus._ops.common import accumulation_dtype, cast, promote
+from isthmus._ops.common import accumulation_dtype, cast, keyword_signature, promote
 from isthmus._ops.registry import lowering
 
 Array = Any
@@ -57,8 +57,6 @@ def _pointwise_backward(op: Any, function: Callable[..., Array], option: str | N
 
 
 def _file(op: Any, lowered: Any, names: list[str], option: str | None) -> None:
-    from isthmus._ops.common import keyword_signature
-
     lowered.__signature__ = keyword_signature([*names, option] if option else names)
     lowering(op)(lowered)
 

@@ -92,7 +92,9 @@ def group_norm(
     mean, _, rstd = moments(x, (2, 3), eps)
     w, b = (None if p is None else cast(p, dtype).reshape(1, group, C // group, 1) for p in (weight, bias))
     out = _scale_shift((x - mean) * rstd, w, b)
-    return cast(out.reshape(input.shape), input.dtype), mean.reshape(N, group), rstd.reshape(N, group)
+    # torch keeps these statistics in the input's dtype, unlike those of layer norm.
+    saved = [cast(stat.reshape(N, group), input.dtype) for stat in (mean, rstd)]
+    return cast(out.reshape(input.shape), input.dtype), saved[0], saved[1]
 
 
 @lowering(aten.native_group_norm_backward.default)
@@ -147,9 +149,10 @@ def _batch_eval(
     return cast(out, input.dtype)
 
 
-def _no_stats(input: Array) -> tuple[Array, Array]:
-    empty = jnp.zeros((0,), accumulation_dtype(input.dtype))
-    return empty, empty
+def _saved(input: Array, running_mean: Array, running_var: Array, eps: float) -> tuple[Array, Array]:
+    """Return what evaluation saves, in the shapes torch infers; backward reads the running statistics instead."""
+    mean, var = (cast(p, accumulation_dtype(input.dtype)) for p in (running_mean, running_var))
+    return mean, jax.lax.rsqrt(var + eps)
 
 
 @lowering(aten._native_batch_norm_legit_functional.default)
@@ -166,7 +169,7 @@ def batch_norm(
     """Normalize a batch per channel; in training by its own statistics, which move the running ones."""
     if not training:
         out = _batch_eval(input, weight, bias, running_mean, running_var, eps)
-        return (out, *_no_stats(input), running_mean, running_var)
+        return (out, *_saved(input, running_mean, running_var, eps), running_mean, running_var)
     out, mean, var, rstd = _batch_train(input, weight, bias, eps)
     count = math.prod(input.shape) // max(input.shape[1], 1)
     unbiased = var * (count / (count - 1)) if count > 1 else var * jnp.nan
@@ -197,7 +200,8 @@ def batch_norm_no_training(
     eps: float,
 ) -> tuple[Array, Array, Array]:
     """Normalize a batch per channel by the running statistics."""
-    return (_batch_eval(input, weight, bias, running_mean, running_var, eps), *_no_stats(input))
+    out = _batch_eval(input, weight, bias, running_mean, running_var, eps)
+    return (out, *_saved(input, running_mean, running_var, eps))
 
 
 @lowering(aten.native_batch_norm_backward.default)

@@ -40,12 +40,17 @@ def _wide(param: Array) -> np.dtype[Any]:
 
 
 def _adam_step(
-    index: int, lists: tuple[Arrays, Arrays, Arrays, Arrays, Arrays, Arrays], numbers: dict[str, Any], decoupled: bool
+    index: int,
+    lists: tuple[Arrays, Arrays, Arrays, Arrays, Arrays, Arrays],
+    numbers: dict[str, Any],
+    decoupled: bool,
 ) -> tuple[Array, Array, Array, Array, Array | None]:
     """One parameter's step: parameter, gradient, moments, and the largest second moment if asked."""
     params, grads, averages, squares, largest, steps = lists
     wide = _wide(params[index])
-    lr, beta1, beta2, decay, eps = (cast(numbers[n], wide) for n in ("lr", "beta1", "beta2", "weight_decay", "eps"))
+    lr, beta1, beta2, decay, eps = (
+        cast(numbers[n], wide) for n in ("lr", "beta1", "beta2", "weight_decay", "eps")
+    )
     grad, unscaled = _gradient(grads[index], wide, numbers["grad_scale"], numbers["maximize"])
     param = cast(params[index], wide)
     if decoupled:
@@ -55,7 +60,7 @@ def _adam_step(
     average = cast(averages[index], wide)
     average = average + (1 - beta1) * (grad - average)
     square = beta2 * cast(squares[index], wide) + (1 - beta2) * grad * grad
-    correction1, correction2 = (1 - _power(numbers[n], steps[index], wide) for n in ("beta1", "beta2"))
+    correction1, correction2 = (_correction(numbers[n], steps[index], wide) for n in ("beta1", "beta2"))
     peak = jnp.maximum(cast(largest[index], wide), square) if numbers["amsgrad"] else None
     root = jnp.sqrt(square if peak is None else peak) / jnp.sqrt(correction2) + eps
     param = param - lr / correction1 * average / root
@@ -64,9 +69,9 @@ def _adam_step(
     return cast(param, params[index].dtype), unscaled, *moments, kept
 
 
-def _power(base: Any, step: Array, wide: Any) -> Array:
-    # One minus a beta close to 1 loses its digits in float32, so powers are taken in float64 as torch takes them.
-    return cast(jnp.power(cast(base, np.float64), cast(step, np.float64).reshape(())), np.float64).astype(wide)
+def _correction(base: Any, step: Array, wide: Any) -> Array:
+    """Return one minus a beta's power, from float64: in float32 the difference loses its digits."""
+    return (1 - jnp.power(cast(base, np.float64), cast(step, np.float64).reshape(()))).astype(wide)
 
 
 _ADAM = ("lr", "beta1", "beta2", "weight_decay", "eps")
@@ -103,7 +108,9 @@ def _file_adam(op: Any, decoupled: bool, dynamic: tuple[str, ...]) -> None:
             "maximize": maximize,
             "grad_scale": grad_scale,
         }
-        columns = list(zip(*[_adam_step(i, lists, numbers, decoupled) for i in range(len(self))], strict=True))
+        columns = list(
+            zip(*[_adam_step(i, lists, numbers, decoupled) for i in range(len(self))], strict=True)
+        )
         new = [list(column) for column in columns]
         if not amsgrad:
             new[4] = max_exp_avg_sqs

@@ -1,4 +1,4 @@
-"""Random numbers: each lowering gets ``rng``, a JAX key made from the run-time seed and offset of the call."""
+"""Random numbers: each lowering gets ``rng``, a JAX key made from the seed and the offset of the call."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def exponential_numbers(rng: Any, shape: Sequence[int], dtype: Any) -> Array:
 
 
 def integers(rng: Any, shape: Sequence[int], dtype: Any, low: Any, high: Any) -> Array:
-    """Return uniform integers in [low, high) as ``dtype``; ``high`` None ends at the dtype's largest value."""
+    """Return uniform integers in [low, high) as ``dtype``; without ``high``, up to the dtype's largest."""
     dtype = np.dtype(dtype)
     start = cast(low, jnp.int64)
     span = (_last(dtype) - start + 1 if high is None else cast(high, jnp.int64) - start).astype(jnp.uint64)
@@ -139,7 +139,9 @@ def normal_float_tensor(mean: Any, std: Array, rng: Any) -> Array:
 def normal_tensor_tensor(mean: Array, std: Array, rng: Any) -> Array:
     """Normal numbers around each mean, of each deviation."""
     if promote(mean, std)[1] != mean.dtype:
-        raise Unsupported("a deviation of a wider dtype than the mean: torch's shape rules and its CPU differ")
+        raise Unsupported(
+            "a deviation of a wider dtype than the mean: torch's shape rules and its CPU differ"
+        )
     require(std >= 0, RuntimeError, "normal expects all elements of std >= 0.0")
     return normal_numbers(rng, jnp.broadcast_shapes(mean.shape, std.shape), mean.dtype, mean, std)
 
@@ -281,7 +283,7 @@ def multinomial(self: Array, num_samples: int, rng: Any, replacement: bool = Fal
     bad = "probability tensor contains either `inf`, `nan` or element < 0"
     require((weights >= 0) & (weights < jnp.inf), RuntimeError, bad)
     require(weights.sum(-1) > 0, RuntimeError, "invalid multinomial distribution (sum of probabilities <= 0)")
-    # The largest of weight / exponential is each category with its probability, the next one given the first, …
+    # The largest weight / exponential is a category with its probability, the next one given the first, …
     races = weights / exponential_numbers(rng, weights.shape, weights.dtype)
     return jax.lax.top_k(races, num_samples)[1].astype(jnp.int64)
 

@@ -204,6 +204,8 @@ def count_nonzero_dims(self: Array, dim: Any) -> Array:
 
 def moments(x: Array, dims: Dims, correction: Any, keepdim: bool) -> tuple[Array, Array]:
     """Return (variance, mean) in the accumulation dtype."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        raise Unsupported("a variance of integers")
     wide = cast(x, accumulation_dtype(x.dtype))
     mean = wide.mean(dims, keepdims=True)
     apart = wide - mean
@@ -259,7 +261,9 @@ def vector_norm(x: Array, p: Any, dims: Dims, keepdim: bool, dtype: Any) -> Arra
 
 
 @lowering(aten.linalg_vector_norm.default, static=["ord"])
-def linalg_vector_norm(self: Array, ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Array:
+def linalg_vector_norm(
+    self: Array, ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None
+) -> Array:
     """The norm of vectors along dims."""
     return vector_norm(self, ord, wrap_dims(dim, self.ndim), keepdim, dtype)
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from isthmus._graph.names import aten
+from isthmus._ops.checks import require
 from isthmus._ops.common import NO_OPMATH, Number, cast, promote, wrap_dim
 from isthmus._ops.registry import lowering
 
@@ -44,7 +45,7 @@ def roll(self: Array, shifts: Any, dims: Any = ()) -> Array:
     if not self.size or not self.ndim:
         return self
     if not dims:
-        return jnp.roll(self, tuple(shifts)[0])
+        return jnp.roll(self, next(iter(shifts)))
     return jnp.roll(self, tuple(shifts), tuple(wrap_dim(d, self.ndim) for d in dims))
 
 
@@ -66,7 +67,9 @@ def constant_pad_nd(self: Array, pad: Any, value: Any = 0) -> Array:
 def _padded(x: Array, padding: Any, mode: str) -> Array:
     """Return ``x`` padded along its last dims; a negative width cuts off."""
     rank = len(padding) // 2
-    widths = [(0, 0)] * (x.ndim - rank) + [(padding[2 * i], padding[2 * i + 1]) for i in reversed(range(rank))]
+    widths = [(0, 0)] * (x.ndim - rank) + [
+        (padding[2 * i], padding[2 * i + 1]) for i in reversed(range(rank))
+    ]
     cuts = tuple(slice(max(-a, 0), n - max(-b, 0)) for (a, b), n in zip(widths, x.shape, strict=True))
     return jnp.pad(x[cuts], [(max(a, 0), max(b, 0)) for a, b in widths], mode=mode)
 
@@ -180,6 +183,10 @@ def _write_slices(x: Array, part: Array, dim: int, start: Any, step: int) -> Arr
 @lowering(aten.select_scatter.default, dynamic=["index"])
 def select_scatter(self: Array, src: Array, dim: int, index: Any) -> Array:
     """The tensor with one slice replaced."""
+    axis = wrap_dim(dim, self.ndim)
+    size, at = self.shape[axis], index.value if isinstance(index, Number) else index
+    message = f"select(): index out of range for tensor of size {list(self.shape)} at dimension {axis}"
+    require((at >= -size) & (at < size), IndexError, message)
     return _write_slice(self, src, dim, index)
 
 
@@ -238,7 +245,9 @@ def im2col(self: Array, kernel_size: Any, dilation: Any, padding: Any, stride: A
 
 
 @lowering(aten.col2im.default)
-def col2im(self: Array, output_size: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Array:
+def col2im(
+    self: Array, output_size: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any
+) -> Array:
     """Columns added up into images: the transpose of ``im2col``."""
     columns = self if self.ndim == 3 else self[None]
     channels = columns.shape[1] // math.prod(kernel_size)

@@ -63,7 +63,9 @@ def _groups(starts: Array, order: Array | None, size: int) -> tuple[Array, Array
     return first, inverse, jnp.zeros(size, jnp.int64).at[group].add(1)
 
 
-def _answers(values: Array, groups: Any, shape: Any, inverse: bool, counts: bool) -> tuple[Array, Array, Array]:
+def _answers(
+    values: Array, groups: Any, shape: Any, inverse: bool, counts: bool
+) -> tuple[Array, Array, Array]:
     nothing = jnp.zeros(0, jnp.int64)
     return values, groups[1].reshape(shape) if inverse else nothing, groups[2] if counts else nothing
 
@@ -113,7 +115,12 @@ def _count_unique_dim(self: Array, dim: int, **_: Any) -> Array:
 
 @lowering(aten.unique_dim.default, size=_count_unique_dim)
 def unique_dim(
-    self: Array, dim: int, size: int, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False
+    self: Array,
+    dim: int,
+    size: int,
+    sorted: bool = True,
+    return_inverse: bool = False,
+    return_counts: bool = False,
 ) -> Any:
     """The distinct slices along a dim in lexicographic order; the inverse and the counts are always there."""
     starts, order = _sorted_rows(_rows(self, dim))

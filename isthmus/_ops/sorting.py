@@ -42,7 +42,9 @@ def sort(self: Array, dim: int = -1, descending: bool = False) -> tuple[Array, A
 
 
 @lowering(aten.sort.stable)
-def sort_stable(self: Array, stable: bool | None, dim: int = -1, descending: bool = False) -> tuple[Array, Array]:
+def sort_stable(
+    self: Array, stable: bool | None, dim: int = -1, descending: bool = False
+) -> tuple[Array, Array]:
     """The elements in order, which is stable whether asked or not."""
     return _sorted(self, dim, descending)
 
@@ -54,7 +56,9 @@ def _rank_keys(x: Array) -> Array:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     integer = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}[x.dtype.itemsize]
-    plain = jnp.where(jnp.isnan(x), jnp.full((), jnp.nan, x.dtype), jnp.where(x == 0, jnp.zeros((), x.dtype), x))
+    plain = jnp.where(
+        jnp.isnan(x), jnp.full((), jnp.nan, x.dtype), jnp.where(x == 0, jnp.zeros((), x.dtype), x)
+    )
     bits = jax.lax.bitcast_convert_type(plain, integer)
     greatest = jnp.array(np.iinfo(integer).max, integer)
     ordered = jnp.where(bits < 0, bits ^ greatest, bits)
@@ -122,6 +126,21 @@ def _median(name: str, ignore_nan: bool) -> None:
 
 _median("median", False)
 _median("nanmedian", True)
+
+
+@lowering(aten.mode.default)
+def mode(self: Array, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
+    """The least of the most frequent elements along a dim, and the last index that has it."""
+    if not self.ndim:
+        return self, jnp.zeros((), jnp.int64)
+    axis = wrap_dim(dim, self.ndim)
+    values, indices = (jnp.moveaxis(a, axis, -1) for a in sort_with_indices(self, axis))
+    starts = jnp.concatenate([jnp.ones_like(values[..., :1], bool), values[..., 1:] != values[..., :-1]], -1)
+    place = jax.lax.broadcasted_iota(jnp.int64, values.shape, values.ndim - 1)
+    run = place - jax.lax.cummax(jnp.where(starts, place, 0), values.ndim - 1)
+    at = jax.lax.argmax(run, values.ndim - 1, jnp.int64)[..., None]
+    found = [jnp.moveaxis(jnp.take_along_axis(a, at, -1), -1, axis) for a in (values, indices)]
+    return (found[0], found[1]) if keepdim else (found[0].squeeze(axis), found[1].squeeze(axis))
 
 
 def search(sequence: Array, values: Array, right: bool) -> Array:

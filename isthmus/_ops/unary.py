@@ -15,6 +15,7 @@ from isthmus._ops.common import (
     INT_TO_FLOAT,
     elementwise,
 )
+from isthmus._ops.special import digamma
 
 Array = Any
 
@@ -31,7 +32,7 @@ def _sign(x: Array) -> Array:
     # jnp.sign keeps a nan; torch's sign of a nan is 0.
     if x.dtype == jnp.bool_:
         return x
-    return (x > 0).astype(x.dtype) - (x < 0).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.signedinteger) or _is_floating(x) else (x > 0).astype(x.dtype)
+    return (x > 0).astype(x.dtype) - (x < 0).astype(x.dtype)
 
 
 def _round(x: Array) -> Array:
@@ -59,7 +60,7 @@ FLOATING = {
     aten.atanh.default: jnp.arctanh,
     aten.cos.default: jnp.cos,
     aten.cosh.default: jnp.cosh,
-    aten.digamma.default: jax.lax.digamma,
+    aten.digamma.default: digamma,
     aten.erf.default: jax.lax.erf,
     aten.erfc.default: jax.lax.erfc,
     aten.erfinv.default: jax.lax.erf_inv,

@@ -41,7 +41,13 @@ CASES = [
     case(aten._foreach_zero.default, LIST),
     case(aten._foreach_add.Scalar, [f32(0), f32()], 1.0, id="empty and 0-dim"),
     case(aten._foreach_add.Scalar, [b8(3)], True),
-    fails(aten._foreach_add.List, LIST, LIST[:2], error=RuntimeError, match="must have the same number of tensors"),
+    fails(
+        aten._foreach_add.List,
+        LIST,
+        LIST[:2],
+        error=RuntimeError,
+        match="must have the same number of tensors",
+    ),
     fails(aten._foreach_add.List, [f32(3)], [f32(4)], error=RuntimeError, match="must match the size"),
     fails(aten._foreach_add.ScalarList, LIST, [1.0], error=RuntimeError, match="same number of"),
     fails(aten._foreach_add_.Scalar, [i64(3)], 2.5, error=RuntimeError, match="can't be cast"),
@@ -65,11 +71,39 @@ for _name in ("addcmul", "addcdiv"):
         case(_packet.ScalarList, LIST, POSITIVE, POSITIVE, [0.5, 2, 1.5]),
         case(_packet.Scalar, HALVES, HALVES, [t.between(1, 2) for t in HALVES], 0.1),
     ]
-for _name in (
-    "abs atan ceil cos cosh erf erfc exp expm1 floor frac lgamma log log10 log1p log2 neg reciprocal round rsqrt "
-    "sigmoid sign sin sinh sqrt tan tanh trunc"
-).split():
+for _name in [
+    "abs",
+    "atan",
+    "ceil",
+    "cos",
+    "cosh",
+    "erf",
+    "erfc",
+    "exp",
+    "expm1",
+    "floor",
+    "frac",
+    "lgamma",
+    "log",
+    "log10",
+    "log1p",
+    "log2",
+    "neg",
+    "reciprocal",
+    "round",
+    "rsqrt",
+    "sigmoid",
+    "sign",
+    "sin",
+    "sinh",
+    "sqrt",
+    "tan",
+    "tanh",
+    "trunc",
+]:
     _op = getattr(aten, f"_foreach_{_name}").default
     CASES += [case(_op, POSITIVE), case(_op, [bf16(5).between(0.5, 3)])]
 for _name in ("acos", "asin"):
-    CASES += [case(getattr(aten, f"_foreach_{_name}").default, [f32(4).between(-1, 1), f64(3).between(-1, 1)])]
+    CASES += [
+        case(getattr(aten, f"_foreach_{_name}").default, [f32(4).between(-1, 1), f64(3).between(-1, 1)])
+    ]

@@ -1,0 +1,125 @@
+"""Scaled dot product attention: one program, softmax in at least float32, a row with nothing to attend to is zero."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from isthmus._graph.names import aten
+from isthmus._ops.common import accumulation_dtype, cast
+from isthmus._ops.matmul import precision
+from isthmus._ops.registry import lowering
+from isthmus.errors import Unsupported
+
+Array = Any
+
+
+def _bias(logits: Array, bias: Array | None, is_causal: bool) -> Array:
+    """Return the logits (..., heads, queries, keys) with what may not be attended to at minus infinity."""
+    never = jnp.asarray(-jnp.inf, logits.dtype)
+    if is_causal:
+        logits = jnp.where(np.tri(*logits.shape[-2:], dtype=bool), logits, never)
+    if bias is None:
+        return logits
+    if bias.dtype == jnp.bool_:
+        return jnp.where(bias, logits, never)
+    return logits + cast(bias, logits.dtype)
+
+
+def _softmax(logits: Array) -> tuple[Array, Array]:
+    """Return the probabilities and the logarithm of each row's sum; a row of minus infinities gives zeros."""
+    top = jax.lax.stop_gradient(logits.max(-1, keepdims=True, initial=-jnp.inf))
+    finite = jnp.where(jnp.isneginf(top), jnp.zeros_like(top), top)
+    powers = jnp.exp(logits - finite)
+    total = powers.sum(-1, keepdims=True)
+    empty = total == 0
+    divided = powers / jnp.where(empty, jnp.ones_like(total), total)
+    return divided, (jnp.log(total) + finite).squeeze(-1)
+
+
+def attention(
+    query: Array, key: Array, value: Array, bias: Array | None, is_causal: bool, scale: float | None
+) -> tuple[Array, Array]:
+    """Return what each query attends to, in the accumulation dtype, and its log-sum-exp.
+
+    Dims are (batch, heads, length, width); there may be fewer key heads than query heads.
+    """
+    wide = accumulation_dtype(query.dtype)
+    batch, heads, length, width = query.shape
+    shared = heads // max(key.shape[1], 1)
+    factor = 1 / math.sqrt(width) if scale is None else scale
+    grouped = query.reshape(batch, key.shape[1], shared, length, width)
+    how: dict[str, Any] = {"precision": precision(), "preferred_element_type": wide}
+    logits = jnp.einsum("bhgqd,bhkd->bhgqk", grouped, key, **how) * factor
+    logits = _bias(logits.reshape(batch, heads, length, key.shape[2]), bias, is_causal)
+    chances, sums = _softmax(logits)
+    split = cast(chances, value.dtype).reshape(batch, key.shape[1], shared, length, key.shape[2])
+    out = jnp.einsum("bhgqk,bhkd->bhgqd", split, value, **how)
+    return out.reshape(batch, heads, length, value.shape[-1]), sums
+
+
+def _lift(x: Array | None) -> Array | None:
+    return x if x is None or x.ndim == 4 else x.reshape((1,) * (4 - x.ndim) + x.shape)
+
+
+@lowering(aten._scaled_dot_product_fused_attention_overrideable.default, matmul=True)
+def fused_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    attn_bias: Array | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    """Attention without dropout; the extra results are what backward would need of a fused kernel."""
+    if dropout_p:
+        raise Unsupported("dropout inside attention")
+    out, sums = attention(*(_lift(a) for a in (query, key, value, attn_bias)), is_causal, scale)  # type: ignore[misc]
+    out = cast(out.reshape(*query.shape[:-1], value.shape[-1]), query.dtype)
+    nothing = jnp.zeros((), jnp.int64)
+    return (out, cast(sums, jnp.float32), None, None, query.shape[-2], key.shape[-2], nothing, nothing, None)
+
+
+@lowering(aten._scaled_dot_product_fused_attention_overrideable_backward.default, matmul=True)
+def fused_attention_backward(
+    grad_out: Array,
+    query: Array,
+    key: Array,
+    value: Array,
+    attn_bias: Array | None,
+    grad_input_mask: list[bool],
+    out: Array,
+    logsumexp: Array,
+    cum_seq_q: Array | None,
+    cum_seq_k: Array | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Array,
+    philox_offset: Array,
+    scale: float | None = None,
+) -> tuple[Array | None, ...]:
+    """The gradients for query, key, value and bias, with the probabilities computed again."""
+    if dropout_p:
+        raise Unsupported("dropout inside attention")
+    wide = accumulation_dtype(query.dtype)
+    floating = attn_bias is not None and jnp.issubdtype(attn_bias.dtype, jnp.floating)
+    operands = [query, key, value] + ([attn_bias] if floating else [])
+
+    def forward(*given: Array) -> Array:
+        bias = given[3] if floating else attn_bias
+        found, _ = attention(*(_lift(a) for a in (*given[:3], bias)), is_causal, scale)  # type: ignore[misc]
+        return found.reshape(grad_out.shape)
+
+    _, transpose = jax.vjp(forward, *operands)
+    grads: list[Array | None] = list(transpose(cast(grad_out, wide)))
+    if attn_bias is not None and not floating:
+        grads.append(jnp.zeros_like(attn_bias))
+    return (*grads, None) if attn_bias is None else tuple(grads)

@@ -1,0 +1,41 @@
+"""Cases for attention, whole transformer layers outside training, and the fused cells of RNNs."""
+
+import torch
+
+from tests.support import b8, bf16, case, f32, f64, fails, values
+
+aten = torch.ops.aten
+SDPA = aten.scaled_dot_product_attention.default
+Q, K, V = f32(2, 4, 5, 8), f32(2, 4, 7, 8).then(lambda t: t / 2), f32(2, 4, 7, 6)
+HOLES = b8(5, 7).then(lambda t: t.index_fill(0, torch.tensor([2]), False))
+LAYER = (f64(24, 8), f64(24), f64(8, 8), f64(8))
+NORMS = (f64(8), f64(8), f64(8), f64(8))
+FEED = (f64(16, 8), f64(16), f64(8, 16), f64(8))
+CAUSAL = b8(5, 5).then(lambda t: torch.triu(torch.ones_like(t), 1))
+PADDING = values([[False] * 5, [False, False, True, True, True]])
+
+CASES = [
+    case(SDPA, Q, K, V),
+    case(SDPA, Q, K, V, None, 0.0, True, id="causal"),
+    case(SDPA, Q, K, V, HOLES, id="a row with nothing to attend to"),
+    case(SDPA, Q, K, V, f32(2, 1, 5, 7), scale=0.3, id="bias, scale"),
+    case(SDPA, Q, f32(2, 2, 7, 8), f32(2, 2, 7, 6), enable_gqa=True, id="grouped"),
+    case(SDPA, f32(2, 5, 4, 8).then(lambda t: t.transpose(1, 2)), K, V, id="transposed"),
+    case(SDPA, bf16(2, 4, 5, 8), bf16(2, 4, 7, 8), bf16(2, 4, 7, 8)),
+    case(SDPA, f64(3, 5, 8), f64(3, 7, 8), f64(3, 7, 8), id="no heads"),
+    case(SDPA, f32(2, 4, 0, 8), K, V, id="empty"),
+    fails(SDPA, Q, f32(2, 4, 7, 6), V, error=RuntimeError, match="."),
+    fails(SDPA, Q, K, f64(2, 4, 7, 6), error=RuntimeError, match="same dtype"),
+    case(aten._native_multi_head_attention.default, *[f64(2, 5, 8)] * 3, 8, 2, *LAYER),
+    case(aten._native_multi_head_attention.default, *[f64(2, 5, 8)] * 3, 8, 2, *LAYER, CAUSAL, True, False, 0, id="causal"),
+    case(aten._native_multi_head_attention.default, *[f64(2, 5, 8)] * 3, 8, 2, *LAYER, PADDING, False, True, 1, id="pads"),
+    case(aten._transformer_encoder_layer_fwd.default, f64(2, 5, 8), 8, 2, *LAYER, False, False, 1e-5, *NORMS, *FEED),
+    case(
+        aten._transformer_encoder_layer_fwd.default, f64(2, 5, 8), 8, 2, *LAYER, True, True, 1e-5, *NORMS, *FEED,
+        PADDING, 1, id="gelu, norm first, pads",
+    ),
+    case(aten.lstm_cell.default, f32(2, 3), [f32(2, 4), f32(2, 4)], f32(16, 3), f32(16, 4), f32(16), f32(16)),
+    case(aten.lstm_cell.default, f32(2, 3), [f32(2, 4), f32(2, 4)], f32(16, 3), f32(16, 4), id="no bias"),
+    case(aten.gru_cell.default, f32(2, 3), f32(2, 4), f32(12, 3), f32(12, 4), f32(12), f32(12)),
+    case(aten.gru_cell.default, f32(2, 3), f32(2, 4), f32(12, 3), f32(12, 4), id="no bias"),
+]

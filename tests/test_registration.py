@@ -1,0 +1,169 @@
+"""The device as torch sees it: registered in time, one device, torch.jax and torch.accelerator in full."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import isthmus
+
+LATE = """
+import torch
+torch.ones(2, requires_grad=True).sum().backward()
+import isthmus
+for _ in range(2):
+    try:
+        torch.ones(2, device="jax")
+    except isthmus.errors.RegistrationError as error:
+        assert "before the first backward()" in str(error), error
+    else:
+        raise SystemExit("no error")
+torch.ones(2, requires_grad=True).sum().backward()
+"""
+IN_TIME = """
+import torch
+import isthmus
+torch.ones(2, requires_grad=True).sum().backward()
+x = torch.ones(2, device="jax", requires_grad=True)
+x.sum().backward()
+assert x.grad.tolist() == [1.0, 1.0]
+"""
+LAZY = """
+import sys, torch
+assert torch.device("jax").type == "jax" and torch.jax.is_available()
+import isthmus
+assert not [m for m in ("jax", "torch._dynamo", "isthmus._ops.registry") if m in sys.modules]
+torch.zeros(2).pickled = 1; repr(torch.zeros(2)); torch.zeros(2).untyped_storage().nbytes()
+assert "jax" not in sys.modules
+torch.ones(2, device="jax")
+assert "jax" in sys.modules
+import jax
+assert not jax.config.jax_enable_x64
+"""
+
+
+def run(code: str, **environment: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+
+
+def test_registered_after_a_backward_says_so() -> None:
+    run(LATE, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+
+
+def test_registered_by_hand_before_a_backward_works() -> None:
+    run(IN_TIME, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+
+
+def test_import_torch_is_enough_and_loads_no_jax() -> None:
+    run(LAZY)
+
+
+def test_another_device_in_the_slot_is_named() -> None:
+    code = """
+import torch
+torch.utils.rename_privateuse1_backend("other")
+try:
+    import isthmus
+except RuntimeError as error:
+    assert type(error).__name__ == "RegistrationError" and "'other'" in str(error), error
+else:
+    raise SystemExit("no error")
+"""
+    run(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.zeros(2, device="jax:1"),
+        lambda: torch.full((2,), 1.0, device="jax:1"),
+        lambda: torch.tensor([1], device="jax:1"),
+        lambda: torch.ones(2).to("jax:1"),
+        lambda: torch.ones(2, device="jax").to("jax:1"),
+        lambda: torch.jax.set_device(1),
+        lambda: torch.UntypedStorage(8, device="jax:1"),
+    ],
+)
+def test_a_second_device_is_refused(make) -> None:
+    with pytest.raises(RuntimeError, match="jax:1"):
+        make()
+
+
+def test_the_first_device_by_its_number() -> None:
+    assert torch.zeros(2, device="jax:0").device == torch.device("jax", 0)
+    assert torch.zeros(2, device=torch.device("jax")).is_jax
+
+
+def test_default_device() -> None:
+    torch.set_default_device("jax")
+    try:
+        assert torch.zeros(2).device.type == "jax"
+        assert torch.tensor([1, 2]).device.type == "jax"
+        assert torch.nn.Linear(2, 2).weight.device.type == "jax"
+        assert torch.get_default_device().type == "jax"
+    finally:
+        torch.set_default_device(None)
+    with torch.device("jax"):
+        assert torch.ones(2).device.type == "jax"
+    assert torch.ones(2).device.type == "cpu"
+
+
+def test_accelerator() -> None:
+    kept = torch.ones(1024, device="jax")
+    accelerator = torch.accelerator
+    assert accelerator.is_available()
+    assert accelerator.device_count() == 1
+    assert accelerator.current_accelerator() == torch.device("jax")
+    assert accelerator.current_device_index() == 0
+    accelerator.set_device_index(0)
+    accelerator.synchronize()
+    if hasattr(accelerator, "memory_allocated"):
+        assert accelerator.memory_allocated() >= kept.nbytes
+        assert accelerator.max_memory_allocated() >= accelerator.memory_allocated() >= kept.nbytes
+        assert accelerator.memory_stats()["allocated_bytes.all.current"] >= kept.nbytes
+        accelerator.reset_peak_memory_stats()
+        accelerator.empty_cache()
+
+
+def test_device_module() -> None:
+    module = torch.get_device_module("jax")
+    assert module is torch.jax
+    assert module.is_available()
+    assert module.is_initialized()
+    assert module.device_count() == 1
+    assert module.current_device() == 0
+    assert isinstance(module.get_device_name(), str)
+    kept = torch.ones(1000, device="jax")
+    assert module.max_memory_allocated() >= module.memory_allocated() >= kept.nbytes
+    free, total = module.mem_get_info()
+    assert 0 < free <= total
+    assert torch.bfloat16 in module.get_amp_supported_dtype()
+    assert module.is_bf16_supported()
+    with module.device(0):
+        module.synchronize()
+    module.current_stream().synchronize()
+    assert module.get_device_properties().name == module.get_device_name()
+
+
+def test_random_state_goes_back_and_forth() -> None:
+    state = torch.jax.get_rng_state()
+    first = torch.rand(3, device="jax")
+    torch.jax.set_rng_state(state)
+    assert torch.equal(torch.rand(3, device="jax"), first)
+    torch.jax.manual_seed(7)
+    assert torch.jax.initial_seed() == 7
+    first = torch.rand(3, device="jax")
+    torch.manual_seed(7)
+    assert torch.equal(torch.rand(3, device="jax"), first)
+
+
+def test_torchs_settings_stay_as_they_were() -> None:
+    assert torch.get_default_dtype() == torch.float32
+    assert torch.get_default_device().type == "cpu"
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert isthmus.__version__
