@@ -1,10 +1,10 @@
-"""µs per op on small tensors: device "jax" beside bare jax.jit of the same math, CPU torch, and torchax if installed.
+"""µs per op on small tensors: device "jax" beside bare jax.jit of the same math, CPU torch, and torchax.
 
     python benchmarks/dispatch.py --repeats 30 --calls 300
 
-Every contender runs each op in every round, so that a noisy machine is noisy for all of them; the time of an op
-is the fastest of its rounds, and the median stands beside it. Results are not waited for within a round, because
-a program does not wait either; each round ends by waiting for the last one.
+Every contender runs each op in every round, so that a noisy machine is noisy for all of them; the time of an
+op is the fastest of its rounds, and the median stands beside it. Results are not waited for within a round,
+because a program does not wait either; each round ends by waiting for the last one.
 """
 
 from __future__ import annotations
@@ -110,7 +110,9 @@ def wait_for(result: Any) -> None:
         result.block_until_ready()
 
 
-def measure(contenders: dict[str, dict[str, Thunk]], repeats: int, calls: int) -> dict[tuple[str, str], list[float]]:
+def measure(
+    contenders: dict[str, dict[str, Thunk]], repeats: int, calls: int
+) -> dict[tuple[str, str], list[float]]:
     """Return the µs of every op of every contender in every round."""
     times: dict[tuple[str, str], list[float]] = {}
     for ops in contenders.values():
@@ -124,7 +126,7 @@ def measure(contenders: dict[str, dict[str, Thunk]], repeats: int, calls: int) -
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--repeats", type=int, default=30, help="rounds (30)")
     parser.add_argument("--calls", type=int, default=300, help="calls of each op in a round (300)")
     options = parser.parse_args()
@@ -135,7 +137,8 @@ def main() -> int:
     with torch.no_grad():
         times = measure(contenders, options.repeats, options.calls)
 
-    print(f"µs per op on float32[{SIZE}, {SIZE}], fastest (median) of {options.repeats} rounds of {options.calls} calls")
+    rounds = f"{options.repeats} rounds of {options.calls} calls"
+    print(f"µs per op on float32[{SIZE}, {SIZE}], fastest (median) of {rounds}")
     print(f"torch {torch.__version__}, jax {jax.__version__}, {jax.local_devices()[0].device_kind}")
     print(f"{'op':12}" + "".join(f"{name:>18}" for name in contenders) + f"{'isthmus / jax.jit':>20}")
     missed = []

@@ -1,13 +1,12 @@
-"""Train a small character-level GPT on Python's own documentation; the code is plain PyTorch, only the device is new.
+"""Train a small character-level GPT on Python's own documentation: plain PyTorch, only the device is new.
 
-    python examples/char_gpt.py                  # trains on "jax", then a few steps on "cpu" to compare
-    python examples/char_gpt.py --device cpu     # the same program on another device
+python examples/char_gpt.py                  # trains on "jax", then a few steps on "cpu" to compare
+python examples/char_gpt.py --device cpu     # the same program on another device
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import time
 from collections.abc import Iterator
@@ -101,9 +100,9 @@ class Progress:
 def train(text: Text, device: str, steps: int, report: bool = True) -> tuple[GPT, float, list[float]]:
     """Train on ``device`` and return the model, tokens per second after warm-up, and the losses reported."""
     torch.manual_seed(0)
-    model = GPT(len(text.letters)).to(device)  # drawn on the CPU, so that every device starts from the same weights
+    model = GPT(len(text.letters)).to(device)  # drawn on the CPU: every device starts from the same weights
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.5 * (1 + math.cos(math.pi * n / (steps + 1))))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps + 1)
     progress, losses, batches = Progress(steps), [], text.batches(device)
     warm_up, every = min(5, steps // 2), max(1, steps // 10)
     started = time.perf_counter()
@@ -116,7 +115,7 @@ def train(text: Text, device: str, steps: int, report: bool = True) -> tuple[GPT
         optimizer.step()
         schedule.step()
         progress(step, f"on {device}")
-        if step == warm_up or step == steps or (report and (step == 1 or step % every == 0)):
+        if step in (warm_up, steps) or (report and (step == 1 or step % every == 0)):
             losses.append(loss.item())  # waits for the device
             if step == warm_up:
                 started = time.perf_counter()
@@ -128,8 +127,8 @@ def train(text: Text, device: str, steps: int, report: bool = True) -> tuple[GPT
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="jax", help='where to train: "jax" (the default) or any torch device')
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--device", default="jax", help='where to train: "jax" or any torch device')
     parser.add_argument("--steps", type=int, default=400, help="how many steps to train for (400)")
     options = parser.parse_args()
     if options.steps < 2:
@@ -154,7 +153,8 @@ def main() -> int:
         import isthmus.metrics
 
         fallen = isthmus.metrics.fallbacks()
-        print("ops that ran on the CPU:", ", ".join(f"{op} ({n} times)" for op, n in fallen.items()) or "none")
+        listed = ", ".join(f"{op} ({times} times)" for op, times in fallen.items())
+        print(f"ops that ran on the CPU: {listed or 'none'}")
         print(f"programs compiled: {isthmus.metrics.counts()['compilations']}")
     return 0 if losses[-1] < losses[0] else 1
 

@@ -28,7 +28,9 @@ def _parser() -> argparse.ArgumentParser:
     where.add_argument("op", metavar="OP", help="softmax, add_, aten.add.Tensor, mylib::myop, ...")
     where.set_defaults(run=_where)
     ops = commands.add_parser("ops", help="what is lowered, by family")
-    ops.add_argument("family", nargs="?", metavar="FAMILY", help="list the overloads of one family, or of 'cpu'")
+    ops.add_argument(
+        "family", nargs="?", metavar="FAMILY", help="list one family, or 'cpu': what nothing lowers"
+    )
     ops.set_defaults(run=_ops)
     return parser
 
@@ -54,8 +56,8 @@ def _where(arguments: argparse.Namespace) -> int:
     if not found:
         name = arguments.op.replace("::", ".").removeprefix("aten.").split(".")[0]
         close = difflib.get_close_matches(name, coverage.packet_names("aten"), n=3)
-        hint = f"; did you mean {' or '.join(close)}?" if close else "; names are torch's: softmax, add.Tensor"
-        print(f"isthmus: torch has no op {arguments.op!r}{hint}", file=sys.stderr)
+        hint = f"did you mean {' or '.join(close)}?" if close else "names are torch's: softmax, add.Tensor"
+        print(f"isthmus: torch has no op {arguments.op!r}; {hint}", file=sys.stderr)
         return 1
     width = max(len(str(each.op)) for each in found)
     # What has a line to open comes first: it is what the question was about.
@@ -98,7 +100,7 @@ def _ops(arguments: argparse.Namespace) -> int:
     tiers = coverage.tiers()
     total = sum(len(ops) for ops in tiers.values())
     print(f"\nof the {total} functional ATen overloads of this torch")
-    for tier in (coverage.LOWERED, coverage.DEVICE, coverage.VIEW, coverage.COMPOSITE, coverage.DECOMPOSED, coverage.CPU):
+    for tier in coverage.TIERS:
         print(f"  {tier:12} {len(tiers.get(tier, [])):5}")
     return 0
 

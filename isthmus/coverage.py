@@ -26,7 +26,8 @@ _RUNS_ON_CPU = (
     "CompositeExplicitAutogradNonFunctional",
 )
 # What answers an op, from the best to the worst.
-LOWERED, DEVICE, VIEW, COMPOSITE, DECOMPOSED, CPU = "lowered", "device", "view", "composite", "decomposed", "cpu"
+TIERS = ("lowered", "device", "view", "composite", "decomposed", "cpu")
+LOWERED, DEVICE, VIEW, COMPOSITE, DECOMPOSED, CPU = TIERS
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ def answer(op: OpOverload) -> Answer:
 def _is_composite(op: OpOverload) -> bool:
     # Some functional forms merely allocate and call their out= form: that is the op itself, not a composite.
     wraps_out = any(has_kernel(other, "CPU") for other in mutating_of(op))
-    return has_kernel(op, "CompositeImplicitAutograd") or (has_kernel(op, "CompositeExplicitAutograd") and not wraps_out)
+    explicit = has_kernel(op, "CompositeExplicitAutograd") and not wraps_out
+    return explicit or has_kernel(op, "CompositeImplicitAutograd")
 
 
 def overloads(name: str) -> list[OpOverload]:
@@ -135,10 +137,10 @@ def _mentions(lines: tuple[str, ...], op: OpOverload) -> bool:
 
 def _row(op: OpOverload) -> Place | None:
     packet = str(op).split(".")[1]
-    for pattern in (rf"\b{re.escape(str(op))}\b", rf"\baten\.{packet}\b", rf"[\"']{packet}[\"']", rf"\b{packet}\b"):
+    for pattern in (re.escape(str(op)), rf"\baten\.{packet}", rf"[\"']{packet}[\"']", packet):
         for file in sorted(_OPS.glob("*.py")):
             for number, line in enumerate(_source(file), 1):
-                if re.search(pattern, line):
+                if re.search(rf"{pattern}\b" if pattern[-1].isalnum() else pattern, line):
                     return Place(file, number)
     return None
 

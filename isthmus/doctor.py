@@ -1,4 +1,4 @@
-"""Is this installation healthy: versions, devices, the registry, and a training step compared with the CPU."""
+"""Is this installation healthy: versions, devices, the registry, and a training step beside the CPU's."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _registry(report: Report) -> None:
     report.say("lowerings", f"{len(registry)} overloads")
     # An older torch lacks some overloads; what needs them is answered by the next tier, so this is no fault.
     missing = sorted(Missing.found)
-    report.say("missing", _listed(missing) if missing else "none: this torch has every overload that is lowered")
+    report.say("missing", _listed(missing) if missing else "none: this torch has every overload")
     wrong = {name: reason for name, reason in refused.items() if name not in Missing.found}
     for name, reason in wrong.items():
         report.problem("refused", f"{name}: {reason}")
@@ -99,7 +99,8 @@ def _smoke(report: Report) -> None:
     from isthmus import metrics
 
     before = metrics.fallbacks()
-    worst = max(abs(got - want) / max(abs(want), 1.0) for got, want in zip(_losses("jax"), _losses("cpu"), strict=True))
+    pairs = zip(_losses("jax"), _losses("cpu"), strict=True)
+    worst = max(abs(got - want) / max(abs(want), 1.0) for got, want in pairs)
     fallen = [op for op, times in metrics.fallbacks().items() if times > before.get(op, 0)]
     if not worst < 1e-3:
         report.problem("smoke run", f"a training step on 'jax' differs from the CPU by {worst:.1e}")

@@ -29,5 +29,5 @@ def report() -> str:
     lines = [f"{name:{width}}  {found[name]:,}" for name in sorted(found)]
     fallen = fallbacks()
     lines.append("ran on the CPU:" if fallen else "ran on the CPU: nothing")
-    lines += [f"  {op}  {times:,}  ({counters.reasons.get(op, 'no reason kept')})" for op, times in fallen.items()]
+    lines += [f"  {op}  {times:,}  ({counters.reasons.get(op, '')})" for op, times in fallen.items()]
     return "\n".join(lines)

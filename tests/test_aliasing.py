@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 SHAPES = [(6,), (3, 4), (2, 3, 4), (4, 4), (1, 5), (2, 2, 2, 2), ()]
@@ -106,7 +106,8 @@ class Program:
         return lambda t: t.detach()
 
     def _view_bits(self, x: torch.Tensor) -> Any:
-        dtype = self.pick([torch.int32, torch.int16, torch.float32])
+        # Integers read as floats would be denormal numbers, which XLA's arithmetic flushes to zero.
+        dtype = self.pick([torch.int32, torch.int16, torch.int8])
         return (lambda t: t.view(dtype)) if not x.dtype.is_complex else torch.view_as_real
 
     def _view_chunk(self, x: torch.Tensor) -> Any:
@@ -178,9 +179,11 @@ def run(data: st.DataObject, steps: int = 8) -> None:
 
 
 CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large]
+# Shrinking compiles hundreds of programs; the failing one prints its steps instead.
+PHASES = [Phase.explicit, Phase.generate]
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=CHECKS, database=None)
+@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=CHECKS, database=None, phases=PHASES)
 @given(st.data())
 def test_random_programs(data: st.DataObject) -> None:
     run(data)
@@ -188,7 +191,7 @@ def test_random_programs(data: st.DataObject) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@settings(max_examples=2000, deadline=None, derandomize=True, suppress_health_check=CHECKS, database=None)
+@settings(max_examples=2000, deadline=None, derandomize=True, suppress_health_check=CHECKS, database=None, phases=PHASES)
 @given(st.data())
 def test_many_random_programs(data: st.DataObject) -> None:
     run(data, steps=12)

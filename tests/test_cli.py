@@ -30,7 +30,15 @@ def line_at(place: str) -> str:
 def test_doctor_finds_this_installation_healthy(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     said = capsys.readouterr().out
-    for part in (torch.__version__, "devices", "lowerings", "missing", "refused", "smoke run", "agree with the CPU"):
+    for part in (
+        torch.__version__,
+        "devices",
+        "lowerings",
+        "missing",
+        "refused",
+        "smoke run",
+        "agree with the CPU",
+    ):
         assert part in said
 
 
@@ -76,13 +84,17 @@ def test_doctor_fails_when_the_smoke_run_does(
     assert "smoke: failed with RuntimeError: no such device\n" in capsys.readouterr().err
 
 
-def test_doctor_fails_on_an_old_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_fails_on_an_old_version(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(doctor.OLDEST, "torch", "99.0")
     assert main(["doctor"]) == 1
     assert "is older than 99.0" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("version", "newer"), [("2.9.1", "2.11"), ("0.9", "0.10.2"), ("2.11.0+cpu", "2.13.0a0")])
+@pytest.mark.parametrize(
+    ("version", "newer"), [("2.9.1", "2.11"), ("0.9", "0.10.2"), ("2.11.0+cpu", "2.13.0a0")]
+)
 def test_versions_compare_by_number(version: str, newer: str) -> None:
     assert doctor._numbers(version) < doctor._numbers(newer)
 
@@ -144,7 +156,8 @@ def test_where_finds_a_users_lowering(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"), [("sofmax", "did you mean softmax"), ("mylib.nothing", "names are torch's"), ("", "torch has no op")]
+    ("name", "hint"),
+    [("sofmax", "did you mean softmax"), ("mylib.nothing", "names are torch's"), ("", "torch has no op")],
 )
 def test_where_of_an_unknown_op_is_kind(name: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["where", name]) == 1
@@ -197,7 +210,8 @@ def test_metrics_count_compilations_and_falls() -> None:
     isthmus.config.fallback = "cpu"
     log_probs = torch.zeros(5, 1, 4).log_softmax(2)
     lengths = torch.tensor([5]), torch.tensor([2])
-    torch.ops.aten._ctc_loss.Tensor(log_probs.to("jax"), torch.ones(1, 2).long().to("jax"), *[n.to("jax") for n in lengths])
+    arguments = (log_probs, torch.ones(1, 2).long(), *lengths)
+    torch.ops.aten._ctc_loss.Tensor(*[argument.to("jax") for argument in arguments])
     assert metrics.fallbacks() == {"aten._ctc_loss.Tensor": 1}
     assert "aten._ctc_loss.Tensor  1  (" in metrics.report()
     metrics.clear()

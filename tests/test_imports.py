@@ -1,4 +1,4 @@
-"""What importing costs and touches: the order of the folders, lazy JAX, and settings that are not ours to set."""
+"""What importing loads and touches: the order of the folders, lazy JAX, settings that are not ours to set."""
 
 from __future__ import annotations
 
@@ -58,10 +58,13 @@ def imports_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def test_the_checks_see_what_they_should() -> None:
-    tree = ast.parse("import a.b\nfrom c import d\ndef f():\n    from e.f import g\n    return torch._C._x(jax._src)")
+    tree = ast.parse(
+        "import a.b\nfrom c import d\ndef f():\n  from e.f import g\n  return torch._C._x(jax._src)"
+    )
     assert [name for _, name in imports_in(tree)] == ["a.b", "c.d", "e.f.g"]
     assert {"torch._C._x", "torch._C", "jax._src"} <= {name for _, name in names_in(tree)}
-    assert layer("errors") > layer("_graph") > layer("_runtime") > layer("_ops") > layer("_device") > layer("cli")
+    assert layer("errors") > layer("_graph") > layer("_runtime") > layer("_ops")
+    assert layer("_ops") > layer("_device") > layer("_dynamo") > layer("_interop") > layer("cli")
 
 
 def test_every_folder_is_in_the_order() -> None:
@@ -77,7 +80,7 @@ def test_imports_point_down(file: Path) -> None:
     own = layer(parts[0])
     for line, name in imports_in(ast.parse(file.read_text())):
         if name == "isthmus" or name.startswith("isthmus."):
-            target = (name.split(".") + [""])[1]
+            target = [*name.split("."), ""][1]
             assert layer(target) >= own, f"{file.name}:{line} imports {name}, which is above it"
 
 
@@ -94,7 +97,9 @@ def test_private_names_stay_in_their_files(file: Path) -> None:
         root, *rest = name.split(".")
         if root == "torch" and rest[:1] == ["_C"]:
             assert where in PRIVATE_TORCH, f"{where}:{line} uses {name}: it belongs in _device/private.py"
-        if root == "jaxlib" or (root == "jax" and any(part.startswith("_") and part[:2] != "__" for part in rest)):
+        if root == "jaxlib" or (
+            root == "jax" and any(part.startswith("_") and part[:2] != "__" for part in rest)
+        ):
             assert where in PRIVATE_JAX, f"{where}:{line} uses {name}: it belongs in _runtime/private.py"
 
 
@@ -120,14 +125,15 @@ def python(code: str, **environment: str) -> str:
 
 LOADED = """
 import sys
-heavy = ("jax", "jaxlib", "isthmus._ops", "isthmus._ops.registry", "isthmus._device.dispatch", "torch._dynamo",
-         "torch._inductor")
+heavy = ("jax", "jaxlib", "isthmus._ops", "isthmus._ops.registry", "isthmus._device.dispatch",
+         "torch._dynamo", "torch._inductor")
 print([name for name in heavy if name in sys.modules])
 """
 
 
 def test_import_torch_is_enough_and_loads_little() -> None:
-    assert python("import torch; assert torch.device('jax').type == 'jax'; torch.jax.device_count()" + LOADED) == "[]"
+    code = "import torch; assert torch.device('jax').type == 'jax'; torch.jax.device_count()"
+    assert python(code + LOADED) == "[]"
 
 
 def test_import_isthmus_loads_neither_jax_nor_dynamo() -> None:
@@ -140,7 +146,9 @@ def test_the_first_tensor_loads_jax() -> None:
     assert "'isthmus._ops.registry'" in loaded
 
 
-@pytest.mark.parametrize("first", ["import isthmus, torch", "import torch, isthmus", "import isthmus.config, torch"])
+@pytest.mark.parametrize(
+    "first", ["import isthmus, torch", "import torch, isthmus", "import isthmus.config, torch"]
+)
 @pytest.mark.parametrize("autoload", ["0", "1"])
 def test_either_may_be_imported_first(first: str, autoload: str) -> None:
     code = f"{first}; print(torch.zeros(2, device='jax').sum().item())"
@@ -187,7 +195,8 @@ torch.zeros(3, dtype=torch.int64, device="jax").tolist()
 
 
 def test_using_the_device_leaves_torch_as_it_was() -> None:
-    seeded = "before = of_torch()"  # after the layer is drawn: making one takes numbers from the CPU's generator
+    # After the layer is drawn: making one takes numbers from the CPU's generator.
+    seeded = "before = of_torch()"
     code = SETTINGS + USE.format(seeded=seeded) + "print(json.dumps([before, of_torch()]))"
     before, after = json.loads(python(code))
     assert before == after

@@ -76,7 +76,9 @@ def test_pickle() -> None:
 
 
 @pytest.mark.parametrize("weights_only", [True, False])
-@pytest.mark.parametrize(("source", "location"), [("jax", "cpu"), ("cpu", "jax"), ("jax", None), ("jax", "jax:0")])
+@pytest.mark.parametrize(
+    ("source", "location"), [("jax", "cpu"), ("cpu", "jax"), ("jax", None), ("jax", "jax:0")]
+)
 def test_save_and_load(source: str, location: str | None, weights_only: bool) -> None:
     base = nn.Parameter(torch.randn(3, 4).to(source))
     state = {
@@ -91,7 +93,8 @@ def test_save_and_load(source: str, location: str | None, weights_only: bool) ->
     back = torch.load(saved(state), map_location=location, weights_only=weights_only)
     for name, tensor in state.items():
         assert back[name].device.type == torch.device(location or source).type, name
-        assert equal(back[name], tensor) and back[name].stride() == tensor.stride(), name
+        assert equal(back[name], tensor), name
+        assert back[name].stride() == tensor.stride(), name
     assert isinstance(back["base"], nn.Parameter)
     assert back["base"].requires_grad
     back["part"].zero_()

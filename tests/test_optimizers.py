@@ -87,6 +87,18 @@ def pair(name, **options):
     )
 
 
+def same_state(optimizer, other):
+    """Moments, sums and steps agree, not only the parameters they lead to."""
+    found, wanted = optimizer.state_dict()["state"], other.state_dict()["state"]
+    assert found.keys() == wanted.keys()
+    for index, state in wanted.items():
+        for name, want in state.items():
+            if isinstance(want, torch.Tensor):
+                got = found[index][name]
+                # Some forms keep a counter in a tensor where another keeps it in a number.
+                torch.testing.assert_close(torch.as_tensor(got).cpu(), want, check_dtype=False, msg=name)
+
+
 @pytest.mark.parametrize("foreach", [False, True], ids=["loop", "foreach"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_agree_with_the_cpu(name, foreach):
@@ -97,6 +109,7 @@ def test_steps_agree_with_the_cpu(name, foreach):
     train(*on_cpu)
     train(*here)
     same(here[0], on_cpu[0])
+    same_state(here[1], on_cpu[1])
 
 
 def test_foreach_is_what_torch_picks():
@@ -113,6 +126,7 @@ def test_capturable(name, foreach):
     train(*on_cpu)
     train(*here)
     same(here[0], on_cpu[0])
+    same_state(here[1], on_cpu[1])
 
 
 @pytest.mark.parametrize("name", [n for n, (make, _) in OPTIMIZERS.items() if takes(make, "fused")])
@@ -121,6 +135,7 @@ def test_fused(name):
     train(*on_cpu)
     train(*here)
     same(here[0], on_cpu[0])
+    same_state(here[1], on_cpu[1])
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "RMSprop"])

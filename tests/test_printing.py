@@ -35,7 +35,8 @@ def test_prints_as_on_the_cpu(tensor: torch.Tensor) -> None:
 
 def test_prints_exactly() -> None:
     assert repr(torch.arange(3.0).to("jax")) == "tensor([0., 1., 2.], device='jax:0')"
-    assert repr(torch.ones(2, dtype=torch.float16).to("jax")) == "tensor([1., 1.], device='jax:0', dtype=torch.float16)"
+    half = torch.ones(2, dtype=torch.float16).to("jax")
+    assert repr(half) == "tensor([1., 1.], device='jax:0', dtype=torch.float16)"
     grown = torch.ones(2).to("jax").requires_grad_()
     assert repr(grown) == "tensor([1., 1.], device='jax:0', requires_grad=True)"
     assert repr(grown * 2) == "tensor([2., 2.], device='jax:0', grad_fn=<MulBackward0>)"

@@ -1,4 +1,4 @@
-"""What torch does around ops: autograd in all its forms, torch.func, autocast, checkpoints, hooks, parametrizations."""
+"""What torch does around ops: autograd in all its forms, torch.func, autocast, checkpoints, hooks."""
 
 import copy
 import warnings
@@ -110,7 +110,8 @@ def test_autocast_policies() -> None:
         for result in (x @ x.t(), F.linear(x, x), torch.bmm(x[None], x.t()[None]), torch.mv(x, x[0])):
             assert result.dtype == low
         assert F.conv1d(x[None], torch.ones(2, 3, 1, device="jax")).dtype == low
-        for result in (h.softmax(-1), h.exp(), h.sum(), h.norm(), h.log_softmax(0), F.mse_loss(h, h), h.pow(2)):
+        widened = (h.softmax(-1), h.log_softmax(0), h.exp(), h.pow(2), h.sum(), h.norm(), F.mse_loss(h, h))
+        for result in widened:
             assert result.dtype == wide
         assert F.layer_norm(h, (4,)).dtype == wide
         assert h.sum(dtype=low).dtype == low

@@ -33,10 +33,16 @@ Tier = Callable[[dict[str, Any]], Any]
 
 def build(kernel: Kernel, inputs: list[Any], values: Values, traced: bool) -> Plan:
     """Return the plan for calls like this one; ``values`` are all arguments in the schema's order."""
-    args, kwargs = kernel.schema.split(values)
-    check_device(kwargs.get("device"))
-    if kernel.schema.mutated:
-        writes.check_new(kernel.op, args, kwargs)
+    if not kernel.schema.mutated:
+        return _choose(kernel, inputs, values, traced)
+    writes.check_new(kernel.op, values)
+    writes.check_aliases(kernel.op, values)
+    return writes.guarded(kernel.op, values, _choose(kernel, inputs, values, traced))
+
+
+def _choose(kernel: Kernel, inputs: list[Any], values: Values, traced: bool) -> Plan:
+    """Return the plan of the first tier that can answer."""
+    check_device(kernel.schema.named(values).get("device"))
     tier: Tier | None = kernel.lowering or decompose.function_for(kernel.functional)
     reason = "nothing lowers it"
     try:
@@ -45,7 +51,7 @@ def build(kernel: Kernel, inputs: list[Any], values: Values, traced: bool) -> Pl
         if traced:
             raise
         # The CPU says what is wrong in the words users know; if it finds nothing wrong, it answers.
-        fallback.attempt(kernel.op, args, kwargs)
+        fallback.attempt(kernel.op, values)
         tier, found, reason = None, None, f"torch could not infer its result: {error}"
     if tier is not None:
         try:
@@ -54,11 +60,11 @@ def build(kernel: Kernel, inputs: list[Any], values: Values, traced: bool) -> Pl
             if traced:
                 raise
             reason = f"its lowering failed: {type(error).__name__}: {error}"
-            fallback.attempt(kernel.op, args, kwargs)  # what the CPU refuses as well is refused in its words
+            fallback.attempt(kernel.op, values)  # what the CPU refuses as well is refused in its words
     if traced:
         raise IsthmusError(f"{kernel.op} cannot run inside a trace: {reason}")
     fallback.permit(kernel.op, kernel.schema.named(values), reason)
-    return lambda _, values: fallback.run(kernel.op, *kernel.schema.split(values), reason)
+    return lambda _, values: fallback.run(kernel.op, values, reason)
 
 
 class _Builder:

@@ -41,13 +41,13 @@ def resolve(value: Any) -> Any:
 
 
 def resolving(op: OpOverload, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``kernel`` with lazy arguments resolved, for the ops torch hands them to; others it resolves itself."""
+    """Return ``kernel`` with lazy arguments resolved, for the ops torch hands them to."""
     if not (has_kernel(op, "Conjugate") or has_kernel(op, "Negative")):
         return kernel
     schema = schema_of(op)
 
     def resolved(*args: Any, **kwargs: Any) -> Any:
-        if not any([is_lazy(value) for value in (*args, *kwargs.values())]):
+        if not any(is_lazy(value) for value in (*args, *kwargs.values())):
             return kernel(*args, **kwargs)
         given = schema.bind(args, kwargs)
         plain_args, plain_kwargs = tuple(resolve(a) for a in args), {k: resolve(v) for k, v in kwargs.items()}

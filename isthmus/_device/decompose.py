@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -29,19 +30,24 @@ def function_for(op: OpOverload) -> Callable[[dict[str, Any]], Any] | None:
     return None if decomposition is None else functools.partial(_run, op, decomposition)
 
 
+_running = threading.local()
+
+
 def _run(op: OpOverload, decomposition: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    schema = schema_of(op)
-    args = [to_torch(arguments[a.name], a.type) for a in schema.arguments if not _keyword(op, a.name)]
-    kwargs = {a.name: to_torch(arguments[a.name], a.type) for a in schema.arguments if _keyword(op, a.name)}
-    with torch.no_grad():
-        return to_arrays(decomposition(*args, **kwargs))
+    inside: list[OpOverload] = _running.__dict__.setdefault("ops", [])
+    if op in inside:
+        raise Unsupported(f"torch's decomposition of {op} calls it again")
+    values = tuple(to_torch(arguments[a.name]) for a in schema_of(op).arguments)
+    args, kwargs = schema_of(op).split(values)
+    inside.append(op)
+    try:
+        with torch.no_grad():
+            return to_arrays(decomposition(*args, **kwargs))
+    finally:
+        inside.pop()
 
 
-def _keyword(op: OpOverload, name: str) -> bool:
-    return any(a.name == name and a.kwarg_only for a in op._schema.arguments)
-
-
-def to_torch(value: Any, type_name: str = "") -> Any:
+def to_torch(value: Any) -> Any:
     """Return arrays as "jax" tensors, which hold them whether they are tracers or not."""
     if isinstance(value, jax.Array):
         return wrap(value)

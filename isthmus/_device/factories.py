@@ -112,7 +112,7 @@ def zeros_like(
 
 
 def _count(length: int, dtype: Any) -> Any:
-    """Return the function that counts ``length`` steps from a start, both run-time values, as torch counts."""
+    """Return the function that counts ``length`` steps, start and step being run-time values."""
     import jax.numpy as jnp
 
     from isthmus._ops.common import accumulation_dtype, cast

@@ -9,6 +9,7 @@ import torch
 from torch._ops import OpOverload
 
 from isthmus import config
+from isthmus._device.inference import numbers_as_tensors
 from isthmus._graph.schema import schema_of
 from isthmus._runtime import counters
 from isthmus.errors import MissingLowering
@@ -29,18 +30,15 @@ def permit(op: OpOverload, arguments: dict[str, Any], reason: str) -> None:
         )
 
 
-def run(op: OpOverload, args: list[Any], kwargs: dict[str, Any], reason: str) -> Any:
+def run(op: OpOverload, values: tuple[Any, ...], reason: str) -> Any:
     """Run ``op`` with ATen on the CPU and bring results and writes back."""
-    permit(op, schema_of(op).bind(args, kwargs), reason)
+    schema = schema_of(op)
+    permit(op, schema.named(values), reason)
     if counters.count_fallback(str(op), reason) and config.fallback == "warn":
         warnings.warn(f"{op} ran on the CPU ({reason})", FallbackWarning, stacklevel=3)
-    moved: dict[int, torch.Tensor] = {}
-    cpu_args = [_to_cpu(a, moved) for a in args]
-    cpu_kwargs = {name: _to_cpu(value, moved) for name, value in kwargs.items()}
-    result = op(*cpu_args, **cpu_kwargs)
-    schema = schema_of(op)
+    moved, result = _on_cpu(op, values)
     originals: dict[int, torch.Tensor] = {}
-    before, after = schema.bind(args, kwargs), schema.bind(tuple(cpu_args), cpu_kwargs)
+    before, after = schema.named(values), schema.named(moved)
     for name in schema.mutated:
         for old, new in zip(_tensors(before[name]), _tensors(after[name]), strict=True):
             originals[id(new)] = old
@@ -50,15 +48,20 @@ def run(op: OpOverload, args: list[Any], kwargs: dict[str, Any], reason: str) ->
     return _to_jax(result, originals)
 
 
-def attempt(op: OpOverload, args: list[Any], kwargs: dict[str, Any]) -> None:
+def attempt(op: OpOverload, values: tuple[Any, ...]) -> None:
     """Run ``op`` on copies on the CPU, for the error it raises."""
-    moved: dict[int, torch.Tensor] = {}
-    cpu_args = [_to_cpu(a, moved) for a in args]
-    cpu_kwargs = {name: _to_cpu(value, moved) for name, value in kwargs.items()}
     try:
-        op(*cpu_args, **cpu_kwargs)
+        _on_cpu(op, values)
     except Exception as error:
         raise error.with_traceback(None) from None
+
+
+def _on_cpu(op: OpOverload, values: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
+    """Return the arguments on the CPU, and what ``op`` makes of them there."""
+    copies: dict[int, torch.Tensor] = {}
+    moved = tuple(_to_cpu(value, copies) for value in values)
+    args, kwargs = schema_of(op).split(numbers_as_tensors(op, moved))
+    return moved, op(*args, **kwargs)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

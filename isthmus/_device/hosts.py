@@ -17,8 +17,8 @@ from isthmus._runtime.dtypes import to_jax_dtype
 from isthmus._runtime.hosts import from_numpy, to_numpy
 
 _CROSSES = frozenset({
-    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
-    torch.float64, torch.complex64, torch.complex128,
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+    torch.float32, torch.float64, torch.complex64, torch.complex128,
 })  # fmt: skip
 
 
@@ -55,7 +55,7 @@ def cuda_from_array(array: Any, dtype: torch.dtype) -> torch.Tensor | None:
     """Return an array as a CUDA tensor of its own, or None where torch cannot take it."""
     if platform() != "gpu" or dtype not in _CROSSES:
         return None
-    own = torch.from_dlpack(array).clone()
+    own = torch.utils.dlpack.from_dlpack(array).clone()
     # JAX may reuse its memory as soon as this returns.
     torch.cuda.current_stream(own.device).synchronize()
     return own

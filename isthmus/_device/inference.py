@@ -65,11 +65,30 @@ def infer(op: OpOverload, values: tuple[Any, ...], *, share: bool = False) -> tu
     shadow = Shadow(share)
     with torch.no_grad(), below_autograd():
         shadows = tuple(shadow(value) for value in values)
-        args, kwargs = schema_of(op).split(shadows)
+        args, kwargs = schema_of(op).split(numbers_as_tensors(op, shadows))
         try:
             return op(*args, **kwargs), shadows
         except NotImplementedError:
             return None
+
+
+def numbers_as_tensors(op: OpOverload, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments with a 0-dim tensor for each number where the schema has a tensor.
+
+    torch hands such numbers to a kernel but takes them back for a few ops only. The dtype is the one with
+    which the tensor promotes as the number does.
+    """
+    arguments = schema_of(op).arguments
+    numbers = [a.kind == "tensor" and type(v) in (int, float, bool, complex) for a, v in zip(arguments, values, strict=True)]
+    if not any(numbers):
+        return values
+    others = [value for value in values if isinstance(value, torch.Tensor)]
+
+    def as_tensor(value: Any) -> torch.Tensor:
+        dtype = torch.result_type(others[0], value) if others else None
+        return torch.tensor(value, dtype=dtype)
+
+    return tuple(as_tensor(v) if number else v for v, number in zip(values, numbers, strict=True))
 
 
 def specs(result: Any) -> list[Spec | None]:

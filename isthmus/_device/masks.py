@@ -58,8 +58,8 @@ def _check_mask(self: Tensor, mask: Tensor, start: int) -> None:
     for at, (n, m) in enumerate(zip(covered, mask.shape, strict=False)):
         if n != m:
             raise IndexError(
-                f"The shape of the mask {list(mask.shape)} at index {at} does not match the shape of the indexed "
-                f"tensor {list(self.shape)} at index {start + at}"
+                f"The shape of the mask {list(mask.shape)} at index {at} does not match the shape of the "
+                f"indexed tensor {list(self.shape)} at index {start + at}"
             )
     if len(covered) < mask.dim():
         raise IndexError(f"too many indices for tensor of dimension {self.dim()}")

@@ -56,7 +56,7 @@ def check_device(device: Any) -> None:
     """Raise unless ``device`` is the only device there is."""
     index = _index(device)
     if index != 0:
-        raise RuntimeError(f"invalid device ordinal: jax:{index}; torch sees one device, jax:0, whatever JAX has")
+        raise RuntimeError(f"invalid device ordinal: jax:{index}; torch sees one device, jax:0")
 
 
 def _index(device: Any) -> int:

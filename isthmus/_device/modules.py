@@ -1,6 +1,6 @@
 """``module.to("jax")`` keeps its parameters the objects they were, as ``module.to("cuda")`` does.
 
-torch cannot put a "jax" tensor into a CPU parameter, so it makes a new parameter wherever the old one is used:
+torch cannot put a "jax" tensor into a CPU parameter, so it makes a new one wherever the old one is used:
 weights tied by identity would come apart, and an optimizer made before the move would update the old ones.
 """
 
@@ -42,8 +42,8 @@ def _moved(old: Any, new: Any, name: str) -> Any:
         torch.utils.swap_tensors(old, new)
     except RuntimeError as error:
         warnings.warn(
-            f"parameter {name!r} could not be moved in place and was replaced: tie its weights again and give it to "
-            f"the optimizer again ({error})",
+            f"parameter {name!r} could not be moved in place and was replaced: tie its weights again and "
+            f"give it to the optimizer again ({error})",
             stacklevel=4,
         )
         return new

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
@@ -18,7 +19,7 @@ from isthmus._device.private import become, restride
 from isthmus._graph.schema import schema_of
 from isthmus._ops.common import cast
 from isthmus._runtime import compiler
-from isthmus._runtime.dtypes import to_jax_dtype
+from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
 from isthmus.errors import LoweringError
 
 if TYPE_CHECKING:
@@ -49,11 +50,18 @@ class Mutation:
             raise LoweringError(f"the lowering of {self.op} gave {len(results)} results for {len(self.slots)} targets")
         written: dict[int, Any] = {}
         for group, spec, slot, new in zip(self.groups, self.resized, self.slots, results, strict=True):
+            self._check_cast(new, slot.spec.dtype)
             if spec is not None:
                 written[group] = store(cast(new, to_jax_dtype(spec.dtype)), spec, self.op)
             else:
                 written[group] = slot.write(written.get(group, inputs[slot.index]), inputs, new)
         return [written[group] for group in self.order]
+
+    def _check_cast(self, new: Any, dtype: torch.dtype) -> None:
+        # Not every Meta kernel asks; raising here sends the call to the CPU, which refuses it in its words.
+        found = to_torch_dtype(new.dtype)
+        if not torch.can_cast(found, dtype):
+            raise LoweringError(f"result type {found} can't be cast to the desired output type {dtype}")
 
     def plan(self, builder: _Builder, specs: list[Spec], inputs: list[Any]) -> Plan:
         """Return how a call runs: compute, rebind the storages, resize what must be."""

@@ -84,7 +84,7 @@ def _clone(storage: Any) -> Any:
         return from_bytes(held)
     from isthmus._device.buffer import Buffer
 
-    made = from_bytes(None)
+    made: Any = from_bytes(None)
     # Arrays never change, so the copy shares the value until either side is written.
     made._buffer = Buffer(held.value, held.signature)
     return made
@@ -92,7 +92,8 @@ def _clone(storage: Any) -> Any:
 
 def _copy_(storage: Any, source: Any, non_blocking: bool | None = None) -> Any:
     if _nbytes(storage) != source.nbytes():
-        raise RuntimeError(f"size does not match, self was {_nbytes(storage)} bytes but src was {source.nbytes()} bytes")
+        sizes = f"self was {_nbytes(storage)} bytes but src was {source.nbytes()} bytes"
+        raise RuntimeError(f"size does not match, {sizes}")
     _replace(storage, _host_bytes(source).numpy())
     return storage
 
@@ -142,7 +143,9 @@ def _set_from_file(storage: Any, *args: Any) -> Any:
 
 
 def _refuse(storage: Any, *args: Any, **kwargs: Any) -> Any:
-    raise RuntimeError("a tensor on device 'jax' cannot be shared with another process; send tensor.cpu() instead")
+    raise RuntimeError(
+        "a tensor on device 'jax' cannot be shared with another process; send tensor.cpu() instead"
+    )
 
 
 def _on_host(name: str) -> Callable[..., Any]:
@@ -164,12 +167,12 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "is_shared": lambda storage: False,
     "resizable": lambda storage: True,
     **{name: _on_host(name) for name in ("__getitem__", "__iter__", "tolist", "_write_file", "_byteswap")},
-    **{name: _refuse for name in ("share_memory_", "_share_memory", "_share_fd_cpu_", "_share_filename_cpu_")},
+    **dict.fromkeys(("share_memory_", "_share_memory", "_share_fd_cpu_", "_share_filename_cpu_"), _refuse),
 }
 
 
 def install() -> None:
-    """Teach torch's storages, tensors and printing about the device; everything else keeps torch's methods."""
+    """Teach torch's storages, tensors and printing about the device; others keep torch's methods."""
     for name, ours in _METHODS.items():
         if hasattr(Storage, name):
             setattr(Storage, name, _for_ours(getattr(Storage, name), ours))
@@ -223,9 +226,9 @@ def _install_on_tensors() -> None:
         return buffer_of(self).value.__dlpack_device__()
 
     def pin(self: Any, device: Any = None) -> Any:
-        if device is not None and torch.device(device).type != "jax" or self.device.type != "cpu":
+        if (device is not None and torch.device(device).type != "jax") or self.device.type != "cpu":
             return pin_memory(self) if device is None else pin_memory(self, device)
-        # torch takes "jax" for the accelerator wherever it is registered. XLA needs no pinned memory; CUDA does.
+        # torch takes "jax" for the accelerator wherever it is there. XLA needs no pinned memory; CUDA does.
         return pin_memory(self, "cuda") if torch.cuda.is_available() else self
 
     for name, function in {

@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 def checked(op: OpOverload, valid: Callable[..., bool]) -> Callable[..., Any]:
-    """Return the kernel of ``op`` behind a test of its arguments: what fails it the CPU refuses in its words."""
+    """Return the kernel of ``op`` behind a test of its arguments; what fails it, the CPU refuses."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not valid(*args, **kwargs):

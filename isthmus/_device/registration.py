@@ -24,7 +24,9 @@ def register() -> None:
         _state["with torch"] = getattr(torch.__spec__, "_initializing", False)
         from isthmus._device import autocast, module, modules, objects
 
-        _setup_privateuseone_for_python_backend("jax", backend_module=module, hook=_Hooks(), device_guard=_Guard())
+        _setup_privateuseone_for_python_backend(
+            "jax", backend_module=module, hook=_Hooks(), device_guard=_Guard()
+        )
         _state["library"] = library = torch.library.Library("_", "IMPL")
         library.fallback(_load_then_call, "PrivateUse1")
         _state["pass autocast"] = autocast.allow()
@@ -53,13 +55,13 @@ def _check_first() -> None:
     name = torch._C._get_privateuse1_backend_name()
     if name not in ("privateuseone", "jax"):
         raise RegistrationError(
-            f"torch's one slot for a device from outside is already taken by {name!r}, so 'jax' cannot be added; "
-            f"uninstall that package or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 and import only isthmus"
+            f"torch's one slot for a device from outside is already taken by {name!r}, so 'jax' cannot be "
+            f"added; uninstall that package or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 and import only isthmus"
         )
 
 
 def _load_then_call(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Answer the first call on the device: load JAX and every kernel, then every call nothing else answers."""
+    """Answer the first call on the device by loading JAX and every kernel, then what nothing else answers."""
     _check_in_time()
     from isthmus._device import autocast, kernels
 
@@ -75,15 +77,15 @@ def _check_in_time() -> None:
         _state["in time"] = _state["with torch"] or _backward_reaches_device()
     if not _state["in time"]:
         raise RegistrationError(
-            "device 'jax' was registered after this process's first backward(), when torch had already counted its "
-            "devices, so no gradient could flow through it\n"
-            "  to fix it    import isthmus before the first backward(), or leave TORCH_DEVICE_BACKEND_AUTOLOAD unset "
-            "so that `import torch` does it"
+            "device 'jax' was registered after this process's first backward(), when torch had already "
+            "counted its devices, so no gradient could flow through it\n"
+            "  to fix it    import isthmus before the first backward(), or leave "
+            "TORCH_DEVICE_BACKEND_AUTOLOAD unset so that `import torch` does it"
         )
 
 
 def _backward_reaches_device() -> bool:
-    """Return whether a backward through a tensor of the device finds its queue; needs no kernel and no JAX."""
+    """Return whether a backward through a tensor of the device finds its queue; needs no JAX."""
     empty = torch._C._acc.create_empty_tensor
 
     class Pass(torch.autograd.Function):
@@ -105,10 +107,19 @@ def _backward_reaches_device() -> bool:
 
 
 _ACCELERATOR = (
-    "synchronize empty_cache get_memory_info max_memory_allocated max_memory_reserved memory_allocated "
-    "memory_reserved memory_stats reset_accumulated_memory_stats reset_peak_memory_stats get_device_capability "
-    "empty_host_cache"
-).split()
+    "synchronize",
+    "empty_cache",
+    "empty_host_cache",
+    "get_device_capability",
+    "get_memory_info",
+    "max_memory_allocated",
+    "max_memory_reserved",
+    "memory_allocated",
+    "memory_reserved",
+    "memory_stats",
+    "reset_accumulated_memory_stats",
+    "reset_peak_memory_stats",
+)
 
 
 def _serve_accelerator() -> None:

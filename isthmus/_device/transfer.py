@@ -1,4 +1,4 @@
-"""Copies: between "jax" tensors in one executable, to and from the CPU and CUDA through the host or DLPack."""
+"""Copies: between "jax" tensors in one executable, to and from others through the host or by DLPack."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def array_of(tensor: Tensor) -> Any:
     """Return the elements a "jax" tensor shows, as an array of its shape and dtype."""
     tensor = resolve(tensor)
     whole = _whole(tensor)
-    return whole if whole is not None else buffer_of(_clone(tensor, memory_format=torch.contiguous_format)).value
+    if whole is None:
+        whole = buffer_of(_clone(tensor, memory_format=torch.contiguous_format)).value
+    return whole
 
 
 def _whole(tensor: Tensor) -> Any:
@@ -116,11 +118,13 @@ def equal(self: Tensor, other: Tensor) -> bool:
     """Return whether two tensors have the same size and elements."""
     if self.device != other.device:
         raise RuntimeError(
-            f"Expected all tensors to be on the same device, but found at least two devices, {self.device} and "
-            f"{other.device}!"
+            f"Expected all tensors to be on the same device, but found at least two devices, {self.device} "
+            f"and {other.device}!"
         )
     if self.dtype != other.dtype:
-        raise RuntimeError(f"Expected object of data type {self.dtype} but got data type {other.dtype} for argument 'other'")
+        raise RuntimeError(
+            f"Expected object of data type {self.dtype} but got data type {other.dtype} for argument 'other'"
+        )
     return self.shape == other.shape and bool((self == other).all())
 
 

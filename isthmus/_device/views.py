@@ -33,8 +33,9 @@ def _check_bounds(tensor: Tensor, size: Any, stride: Any, offset: int) -> None:
     nbytes, width = buffer_of(tensor).signature.nbytes, tensor.dtype.itemsize
     if reach * width > nbytes:
         raise RuntimeError(
-            f"setStorage: sizes {list(size)}, strides {list(stride)}, storage offset {offset}, and itemsize {width} "
-            f"requiring a storage size of {reach * width} are out of bounds for storage of size {nbytes}"
+            f"setStorage: sizes {list(size)}, strides {list(stride)}, storage offset {offset}, "
+            f"and itemsize {width} requiring a storage size of {reach * width} are out of bounds "
+            f"for storage of size {nbytes}"
         )
 
 
@@ -74,8 +75,10 @@ def set_tensor_(self: Tensor, source: Tensor) -> Tensor:
 def set_storage_(self: Tensor, source: Any, offset: int = 0, size: Any = None, stride: Any = ()) -> Tensor:
     """Make ``self`` a view of a storage, all of it by default."""
     if objects.contents(source) is None:
-        raise RuntimeError(f"Attempted to set the storage of a tensor on device 'jax:0' to a storage on different "
-                           f"device '{source.device}'.  This is no longer allowed; the devices must match.")
+        raise RuntimeError(
+            f"Attempted to set the storage of a tensor on device 'jax:0' to a storage on different device "
+            f"'{source.device}'.  This is no longer allowed; the devices must match."
+        )
     if size is None:
         size = (source.nbytes() // self.dtype.itemsize,)
     stride = stride or contiguous_strides(size)
@@ -86,7 +89,8 @@ def set_storage_(self: Tensor, source: Any, offset: int = 0, size: Any = None, s
 
 def _attach(dtype: torch.dtype, storage: Any) -> Tensor:
     """Return an empty tensor on a storage."""
-    return _aten.set_.source_Storage_storage_offset.redispatch(META, empty_tensor((0,), dtype), storage, 0, [0], [1])
+    set_storage = _aten.set_.source_Storage_storage_offset
+    return set_storage.redispatch(META, empty_tensor((0,), dtype), storage, 0, [0], [1])
 
 
 def set_nothing_(self: Tensor) -> Tensor:
@@ -95,7 +99,7 @@ def set_nothing_(self: Tensor) -> Tensor:
 
 
 def zeros_laid_out_as(self: Tensor, other: Tensor, *, self_num_batch_dims: int = 0) -> Tensor:
-    """Return zeros with the layout and storage length of ``other`` for each batch of ``self``: a new tangent."""
+    """Return zeros laid out as ``other`` in a storage as long, for each batch of ``self``: a new tangent."""
     batch, length = tuple(self.shape[:self_num_batch_dims]), storage_length(other)
     strides = [length * s for s in contiguous_strides(batch)]
     made = torch.zeros((*batch, length), dtype=other.dtype, device="jax")

@@ -1,60 +1,75 @@
 """Writes torch refuses: to memory shown twice, from memory being written, of numbers the target cannot hold.
 
-The CPU says which: it runs the op on tensors of the same layout, and only where a layout looks suspicious.
+The CPU says which: it runs the op on tensors of the same layout, and only where a call looks suspicious.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from isthmus._device import fallback
 from isthmus._device.buffer import buffer_of
 from isthmus._graph.schema import schema_of
 
+Values = tuple[Any, ...]
 _LIMIT = 4096
+_REFUSALS = ("unsupported operation:", "can't be cast to the desired output type")
 _fine: set[tuple[Any, ...]] = set()
 
 
-def check_new(op: OpOverload, args: Any, kwargs: dict[str, Any]) -> None:
-    """Raise what torch raises for a write whose layouts and dtypes it refuses; asked once per signature."""
-    targets = _targets(op, args, kwargs)
-    if any(_repeats(target) for target in targets):
-        _ask(op, args, kwargs)
-    if op._schema.name != "aten::copy_" and any(not t.dtype.is_complex for t in targets):
-        given = _flat((*args, *kwargs.values()))
-        if any(isinstance(v, complex) or (isinstance(v, Tensor) and v.is_complex()) for v in given):
-            fallback.attempt(op, args, kwargs)
+def check_new(op: OpOverload, values: Values) -> None:
+    """Raise what torch raises for a write whose layouts or dtypes it refuses; asked once per signature."""
+    schema = schema_of(op)
+    bound = schema.named(values)
+    targets = [t for t in _flat([bound.get(n) for n in schema.mutated]) if isinstance(t, Tensor)]
+    if any(_repeats(target) for target in targets) or (_narrows(targets, values) and _casts(op)):
+        _ask(op, values)
 
 
-def check_aliases(op: OpOverload, args: Any, kwargs: dict[str, Any]) -> None:
+def guarded(op: OpOverload, values: Values, plan: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the plan of a call that writes, made to look at each call where tensors share a storage."""
+    storages = [tensor.untyped_storage()._cdata for tensor in _tensors(values)]
+    if len(set(storages)) == len(storages):
+        return plan
+
+    def checked(inputs: list[Any], values: Values) -> Any:
+        # Where views begin is no part of the key, and it decides whether they overlap.
+        check_aliases(op, values)
+        return plan(inputs, values)
+
+    return checked
+
+
+def check_aliases(op: OpOverload, values: Values) -> None:
     """Raise what torch raises where a target and another tensor of the call share part of their memory."""
-    tensors = [v for v in _flat((*args, *kwargs.values())) if isinstance(v, Tensor) and v.device.type == "jax"]
-    layouts = tuple([(t.untyped_storage()._cdata, t.shape, t.stride(), t.storage_offset(), t.dtype) for t in tensors])
+    layouts = [
+        (t.untyped_storage()._cdata, t.shape, t.stride(), t.storage_offset(), t.dtype)
+        for t in _tensors(values)
+    ]
     storages = [layout[0] for layout in layouts]
     if len(set(layouts)) == len(set(storages)):
         return  # what shares memory shares all of it
-    key = (op, tuple([(storages.index(layout[0]), *layout[1:]) for layout in layouts]))
+    key = (op, *[(storages.index(layout[0]), *layout[1:]) for layout in layouts])
     if key not in _fine:
-        _ask(op, args, kwargs)
+        _ask(op, values)
         if len(_fine) >= _LIMIT:
             _fine.clear()
         _fine.add(key)
 
 
-def _ask(op: OpOverload, args: Any, kwargs: dict[str, Any]) -> None:
+def _ask(op: OpOverload, values: Values) -> None:
     """Run the op on CPU tensors that lie in memory as these do, for the refusal it may meet."""
     bases: dict[int, Tensor] = {}
+    args, kwargs = schema_of(op).split(tuple(_stand_in(value, bases) for value in values))
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        cpu_args = [_stand_in(a, bases) for a in args]
-        cpu_kwargs = {name: _stand_in(value, bases) for name, value in kwargs.items()}
         try:
-            op(*cpu_args, **cpu_kwargs)
+            op(*args, **kwargs)
         except RuntimeError as error:
-            if str(error).startswith("unsupported operation:"):
+            if any(words in str(error) for words in _REFUSALS):
                 raise error.with_traceback(None) from None
 
 
@@ -67,22 +82,30 @@ def _stand_in(value: Any, bases: dict[int, Tensor]) -> Any:
         return None
     if not isinstance(value, Tensor) or value.device.type != "jax":
         return value
-    base = bases.setdefault(
-        value.untyped_storage()._cdata, torch.zeros(buffer_of(value).signature.nbytes, dtype=torch.uint8)
-    )
-    width = value.dtype.itemsize
-    typed = base[: base.numel() // width * width].view(value.dtype)
+    nbytes, width = buffer_of(value).signature.nbytes, value.dtype.itemsize
+    base = bases.setdefault(value.untyped_storage()._cdata, torch.zeros(nbytes, dtype=torch.uint8))
+    typed = base[: nbytes // width * width].view(value.dtype)
     return typed.as_strided(value.shape, value.stride(), value.storage_offset())
-
-
-def _targets(op: OpOverload, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    schema = schema_of(op)
-    bound = schema.bind(args, kwargs)
-    return [t for t in _flat([bound.get(name) for name in schema.mutated]) if isinstance(t, Tensor)]
 
 
 def _repeats(tensor: Tensor) -> bool:
     return any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _casts(op: OpOverload) -> bool:
+    return op._schema.name not in ("aten::copy_", "aten::fill_", "aten::zero_")
+
+
+def _narrows(targets: list[Tensor], values: Values) -> bool:
+    """Return whether a target may not hold the kind of number the call computes."""
+    if any(not t.dtype.is_floating_point and not t.dtype.is_complex for t in targets):
+        return True
+    given = [isinstance(v, complex) or (isinstance(v, Tensor) and v.is_complex()) for v in _flat(values)]
+    return any(given) and any(not t.dtype.is_complex for t in targets)
+
+
+def _tensors(values: Values) -> list[Tensor]:
+    return [v for v in _flat(values) if isinstance(v, Tensor) and v.device.type == "jax"]
 
 
 def _flat(values: Any) -> list[Any]:

@@ -69,7 +69,9 @@ def _elu(x: Array, alpha: Array, scale: Array, input_scale: Array) -> Array:
     return jnp.where(x <= 0, jnp.expm1(x * input_scale) * (alpha * scale), x * scale)
 
 
-def _elu_backward(grad: Array, alpha: Array, scale: Array, input_scale: Array, is_result: bool, x: Array) -> Array:
+def _elu_backward(
+    grad: Array, alpha: Array, scale: Array, input_scale: Array, is_result: bool, x: Array
+) -> Array:
     below = x + alpha * scale if is_result else alpha * scale * jnp.exp(x * input_scale)
     return jnp.where(x <= 0, grad * input_scale * below, grad * scale)
 
@@ -153,7 +155,7 @@ def _logit_backward(grad: Array, x: Array, eps: float | None) -> Array:
     return jnp.where((x < low) | (x > 1 - low), jnp.full_like(grad, outside), grad / (x * (1 - x)))
 
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[Any, Callable[..., Any]] = {
     aten.gelu.default: _gelu,
     aten.gelu_backward.default: _gelu_backward,
     aten.silu.default: lambda x: x * jax.nn.sigmoid(x),

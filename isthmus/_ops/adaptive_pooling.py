@@ -66,7 +66,7 @@ def _average_pools(n: int, op: Any, backward: Any) -> None:
         if 0 in grad_output.shape:
             return jnp.zeros(self.shape, self.dtype)
         wide, size = accumulation_dtype(self.dtype), grad_output.shape[-n:]
-        like = jax.ShapeDtypeStruct(self.shape, wide)
+        like = jax.ShapeDtypeStruct(self.shape, wide)  # type: ignore[no-untyped-call]
         (found,) = jax.linear_transpose(lambda x: _average(x, size), like)(cast(grad_output, wide))
         return cast(found, self.dtype)
 

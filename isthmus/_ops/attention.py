@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from isthmus._graph.names import aten
 from isthmus._ops.common import accumulation_dtype, cast
@@ -22,7 +21,7 @@ def _bias(logits: Array, bias: Array | None, is_causal: bool) -> Array:
     """Return the logits (..., heads, queries, keys) with what may not be attended to at minus infinity."""
     never = jnp.asarray(-jnp.inf, logits.dtype)
     if is_causal:
-        logits = jnp.where(np.tri(*logits.shape[-2:], dtype=bool), logits, never)
+        logits = jnp.where(jnp.tri(logits.shape[-2], logits.shape[-1], dtype=bool), logits, never)
     if bias is None:
         return logits
     if bias.dtype == jnp.bool_:
@@ -80,7 +79,7 @@ def fused_attention(
     """Attention without dropout; the extra results are what backward would need of a fused kernel."""
     if dropout_p:
         raise Unsupported("dropout inside attention")
-    out, sums = attention(*(_lift(a) for a in (query, key, value, attn_bias)), is_causal, scale)  # type: ignore[misc]
+    out, sums = attention(_lift(query), _lift(key), _lift(value), _lift(attn_bias), is_causal, scale)
     out = cast(out.reshape(*query.shape[:-1], value.shape[-1]), query.dtype)
     nothing = jnp.zeros((), jnp.int64)
     return (out, cast(sums, jnp.float32), None, None, query.shape[-2], key.shape[-2], nothing, nothing, None)
@@ -115,7 +114,8 @@ def fused_attention_backward(
 
     def forward(*given: Array) -> Array:
         bias = given[3] if floating else attn_bias
-        found, _ = attention(*(_lift(a) for a in (*given[:3], bias)), is_causal, scale)  # type: ignore[misc]
+        q, k, v = (_lift(a) for a in given[:3])
+        found, _ = attention(q, k, v, _lift(bias), is_causal, scale)
         return found.reshape(grad_out.shape)
 
     _, transpose = jax.vjp(forward, *operands)

@@ -92,7 +92,8 @@ def convolution(
 
 def _transpose(function: Callable[[Array], Array], like: Array, grad: Array) -> Array:
     """Return the transpose of a linear function of ``like`` applied to ``grad``."""
-    (found,) = jax.linear_transpose(function, jax.ShapeDtypeStruct(like.shape, like.dtype))(grad)
+    shape = jax.ShapeDtypeStruct(like.shape, like.dtype)  # type: ignore[no-untyped-call]
+    (found,) = jax.linear_transpose(function, shape)(grad)
     return found
 
 

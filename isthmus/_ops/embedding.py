@@ -21,7 +21,11 @@ def _require_rows(indices: Array, rows: int) -> None:
 
 @lowering(aten.embedding.default)
 def embedding(
-    weight: Array, indices: Array, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
+    weight: Array,
+    indices: Array,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
 ) -> Array:
     """The rows of ``weight`` that ``indices`` name; the other arguments concern the gradient."""
     _require_rows(indices, weight.shape[0])

@@ -102,7 +102,9 @@ def _weighted(loss: Array, weight: Array | None) -> Array:
 
 
 @lowering(aten.binary_cross_entropy.default)
-def binary_cross_entropy(self: Array, target: Array, weight: Array | None = None, reduction: int = _MEAN) -> Array:
+def binary_cross_entropy(
+    self: Array, target: Array, weight: Array | None = None, reduction: int = _MEAN
+) -> Array:
     """Cross entropy of probabilities, each logarithm no lower than -100."""
     x, y = (cast(a, accumulation_dtype(self.dtype)) for a in (self, target))
     require((x >= 0) & (x <= 1), RuntimeError, "all elements of input should be between 0 and 1")
@@ -136,16 +138,24 @@ def binary_cross_entropy_with_logits(
     return reduce(_weighted((1 - y) * x - log_sigmoid(x) * scale, weight), reduction, result)
 
 
-def _target_weights(target: Array, weight: Array | None, classes: int, ignore_index: int, dtype: Any) -> Array:
+def _target_weights(
+    target: Array, weight: Array | None, classes: int, ignore_index: int, dtype: Any
+) -> Array:
     """Return the weight of each target, zero for one to be ignored, and require the rest to be classes."""
     ignored = target == ignore_index
     inside = (target >= 0) & (target < classes)
     require(ignored | inside, IndexError, "Target is out of bounds.")
-    found = jnp.ones(target.shape, dtype) if weight is None else cast(weight, dtype)[jnp.clip(target, 0, classes - 1)]
+    found = (
+        jnp.ones(target.shape, dtype)
+        if weight is None
+        else cast(weight, dtype)[jnp.clip(target, 0, classes - 1)]
+    )
     return jnp.where(ignored, jnp.zeros((), dtype), found)
 
 
-def _nll(x: Array, target: Array, weight: Array | None, reduction: int, ignore_index: int) -> tuple[Array, Array]:
+def _nll(
+    x: Array, target: Array, weight: Array | None, reduction: int, ignore_index: int
+) -> tuple[Array, Array]:
     """The negative log likelihood, classes in dim 1 (dim 0 of a vector), and the weight it was averaged over."""
     dim, wide = min(1, x.ndim - 1), accumulation_dtype(x.dtype)
     target = target.astype(jnp.int64)
@@ -154,7 +164,7 @@ def _nll(x: Array, target: Array, weight: Array | None, reduction: int, ignore_i
     picked = jnp.take_along_axis(cast(x, wide), at, axis=dim).squeeze(dim)
     # Where the weight is zero the likelihood may be infinite: choose, do not multiply.
     loss = jnp.where(target == ignore_index, jnp.zeros((), wide), -picked * weights)
-    if reduction == _NONE:
+    if reduction == _NONE and x.ndim > 1:
         return cast(loss, x.dtype), jnp.zeros((), x.dtype)
     total = weights.sum()
     found = loss.sum() / total if reduction == _MEAN else loss.sum()
@@ -162,7 +172,13 @@ def _nll(x: Array, target: Array, weight: Array | None, reduction: int, ignore_i
 
 
 def _nll_backward(
-    grad: Array, x: Array, target: Array, weight: Array | None, reduction: int, ignore_index: int, total: Array
+    grad: Array,
+    x: Array,
+    target: Array,
+    weight: Array | None,
+    reduction: int,
+    ignore_index: int,
+    total: Array,
 ) -> Array:
     dim, wide = min(1, x.ndim - 1), accumulation_dtype(x.dtype)
     target = target.astype(jnp.int64)

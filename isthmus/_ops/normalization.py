@@ -80,9 +80,9 @@ def group_norm(
     input: Array,
     weight: Array | None,
     bias: Array | None,
-    N: int,  # noqa: N803  # the schema's names
-    C: int,  # noqa: N803
-    HxW: int,  # noqa: N803
+    N: int,  # the schema's names
+    C: int,
+    HxW: int,
     group: int,
     eps: float,
 ) -> tuple[Array, Array, Array]:
@@ -104,9 +104,9 @@ def group_norm_backward(
     mean: Array,
     rstd: Array,
     weight: Array | None,
-    N: int,  # noqa: N803  # the schema's names
-    C: int,  # noqa: N803
-    HxW: int,  # noqa: N803
+    N: int,  # the schema's names
+    C: int,
+    HxW: int,
     group: int,
     output_mask: list[bool],
 ) -> tuple[Array | None, ...]:
@@ -117,7 +117,11 @@ def group_norm_backward(
     normal = (x - mu) * r
     scaled = g if weight is None else g * cast(weight, dtype).reshape(1, group, C // group, 1)
     result = input.dtype if weight is None else weight.dtype
-    dx = cast(_input_grad(scaled, normal, r, (2, 3)).reshape(input.shape), input.dtype) if output_mask[0] else None
+    dx = (
+        cast(_input_grad(scaled, normal, r, (2, 3)).reshape(input.shape), input.dtype)
+        if output_mask[0]
+        else None
+    )
     dw = cast((g * normal).sum((0, 3)).reshape(C), result) if output_mask[1] else None
     db = cast(g.sum((0, 3)).reshape(C), result) if output_mask[2] else None
     return dx, dw, db
@@ -140,7 +144,12 @@ def _batch_train(
 
 
 def _batch_eval(
-    input: Array, weight: Array | None, bias: Array | None, running_mean: Array, running_var: Array, eps: float
+    input: Array,
+    weight: Array | None,
+    bias: Array | None,
+    running_mean: Array,
+    running_var: Array,
+    eps: float,
 ) -> Array:
     dtype, ndim = accumulation_dtype(input.dtype), input.ndim
     mean, var = (_channels(cast(p, dtype), ndim) for p in (running_mean, running_var))
@@ -236,7 +245,7 @@ def batch_norm_backward(
 
 
 def _rms_eps(eps: float | None, dtype: Any) -> float:
-    return float(jnp.finfo(dtype).eps) if eps is None else eps
+    return float(jnp.finfo(dtype).eps) if eps is None else eps  # type: ignore[no-untyped-call]
 
 
 @lowering(aten._fused_rms_norm.default)

@@ -48,9 +48,7 @@ def _adam_step(
     """One parameter's step: parameter, gradient, moments, and the largest second moment if asked."""
     params, grads, averages, squares, largest, steps = lists
     wide = _wide(params[index])
-    lr, beta1, beta2, decay, eps = (
-        cast(numbers[n], wide) for n in ("lr", "beta1", "beta2", "weight_decay", "eps")
-    )
+    lr, beta2, decay, eps = (cast(numbers[n], wide) for n in ("lr", "beta2", "weight_decay", "eps"))
     grad, unscaled = _gradient(grads[index], wide, numbers["grad_scale"], numbers["maximize"])
     param = cast(params[index], wide)
     if decoupled:
@@ -58,8 +56,8 @@ def _adam_step(
     else:
         grad = grad + decay * param
     average = cast(averages[index], wide)
-    average = average + (1 - beta1) * (grad - average)
-    square = beta2 * cast(squares[index], wide) + (1 - beta2) * grad * grad
+    average = average + _rest(numbers["beta1"], wide) * (grad - average)
+    square = beta2 * cast(squares[index], wide) + _rest(numbers["beta2"], wide) * grad * grad
     correction1, correction2 = (_correction(numbers[n], steps[index], wide) for n in ("beta1", "beta2"))
     peak = jnp.maximum(cast(largest[index], wide), square) if numbers["amsgrad"] else None
     root = jnp.sqrt(square if peak is None else peak) / jnp.sqrt(correction2) + eps
@@ -69,9 +67,14 @@ def _adam_step(
     return cast(param, params[index].dtype), unscaled, *moments, kept
 
 
+def _rest(share: Any, wide: Any) -> Array:
+    """Return one minus a number, from float64: in float32 the difference of 1 and 0.999 loses its digits."""
+    return (1 - cast(share, np.float64)).astype(wide)
+
+
 def _correction(base: Any, step: Array, wide: Any) -> Array:
-    """Return one minus a beta's power, from float64: in float32 the difference loses its digits."""
-    return (1 - jnp.power(cast(base, np.float64), cast(step, np.float64).reshape(()))).astype(wide)
+    """Return one minus a beta's power."""
+    return _rest(jnp.power(cast(base, np.float64), cast(step, np.float64).reshape(())), wide)
 
 
 _ADAM = ("lr", "beta1", "beta2", "weight_decay", "eps")
@@ -147,7 +150,7 @@ def _file_sgd(op: Any, dynamic: tuple[str, ...]) -> None:
             grad = grad + cast(weight_decay, wide) * param
             if momentum_buffer_list:
                 factor, buffer = cast(momentum, wide), momentum_buffer_list[index]
-                moved = factor * cast(buffer, wide) + (1 - cast(dampening, wide)) * grad
+                moved = factor * cast(buffer, wide) + _rest(dampening, wide) * grad
                 moved = grad if is_first_step else moved
                 grad = grad + factor * moved if nesterov else moved
                 buffers.append(cast(moved, buffer.dtype))

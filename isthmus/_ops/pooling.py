@@ -152,7 +152,14 @@ def _divisor(
 
 
 def avg_pool(
-    x: Array, n: int, kernel: Any, stride: Any, padding: Any, ceil_mode: bool, include_pad: bool, override: int | None
+    x: Array,
+    n: int,
+    kernel: Any,
+    stride: Any,
+    padding: Any,
+    ceil_mode: bool,
+    include_pad: bool,
+    override: int | None,
 ) -> Array:
     """Return the average of each window in the dtype of ``x``, in which it is accumulated."""
     steps = _strides(stride, kernel, n)
@@ -172,7 +179,8 @@ def avg_pool(
 
 def _transpose(function: Any, shape: tuple[int, ...], dtype: Any, grad: Array) -> Array:
     """Return the transpose of a linear function applied to ``grad``."""
-    (found,) = jax.linear_transpose(function, jax.ShapeDtypeStruct(shape, dtype))(grad)
+    like = jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call]
+    (found,) = jax.linear_transpose(function, like)(grad)
     return found
 
 
@@ -222,8 +230,11 @@ def _unpool(op: Any, n: int, names: tuple[str, ...]) -> None:
         x, indices, size = values["self"], values["indices"], values["output_size"]
         rows, area = math.prod(x.shape[:-n]), math.prod(size)
         flat = indices.reshape(rows, math.prod(x.shape[-n:]))
-        require((flat >= 0) & (flat < area), RuntimeError, f"Found an invalid max index (output volumes are of size "
-                f"{'x'.join(map(str, size))})")
+        require(
+            (flat >= 0) & (flat < area),
+            RuntimeError,
+            f"Found an invalid max index (output volumes are of size {'x'.join(map(str, size))})",
+        )
         out = jnp.zeros((rows, area), x.dtype).at[jnp.arange(rows)[:, None], flat].set(x.reshape(flat.shape))
         return out.reshape(*x.shape[:-n], *size)
 

@@ -105,7 +105,9 @@ def _resample(
 _SCALES = {1: ("scales",), 2: ("scales_h", "scales_w"), 3: ("scales_d", "scales_h", "scales_w")}
 
 
-def _file(name: str, n: int, function: Callable[[Array, dict[str, Any]], Array], options: tuple[str, ...]) -> None:
+def _file(
+    name: str, n: int, function: Callable[[Array, dict[str, Any]], Array], options: tuple[str, ...]
+) -> None:
     """File a resampling and its backward, which is its transpose."""
     rest = [*options, *_SCALES[n]]
 
@@ -117,9 +119,10 @@ def _file(name: str, n: int, function: Callable[[Array, dict[str, Any]], Array],
 
     def backward(**values: Any) -> Array:
         grad, wide = values["grad_output"], accumulation_dtype(values["grad_output"].dtype)
-        like = jax.ShapeDtypeStruct(tuple(values["input_size"]), wide)
-        if 0 in grad.shape or 0 in like.shape:
-            return jnp.zeros(like.shape, grad.dtype)
+        shape = tuple(values["input_size"])
+        if 0 in grad.shape or 0 in shape:
+            return jnp.zeros(shape, grad.dtype)
+        like = jax.ShapeDtypeStruct(shape, wide)  # type: ignore[no-untyped-call]
         (found,) = jax.linear_transpose(lambda x: function(x, values), like)(cast(grad, wide))
         return cast(found, grad.dtype)
 

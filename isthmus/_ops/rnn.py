@@ -46,7 +46,12 @@ def lstm_cell_backward(
     i, f, g, o = jnp.split(cast(workspace, wide), 4, axis=1)
     gh, gc = (jnp.zeros_like(c) if a is None else cast(a, wide) for a in (grad_hy, grad_cy))
     state = gh * o * (1 - new * new) + gc
-    parts = [state * g * i * (1 - i), state * c * f * (1 - f), state * i * (1 - g * g), gh * new * o * (1 - o)]
+    parts = [
+        state * g * i * (1 - i),
+        state * c * f * (1 - f),
+        state * i * (1 - g * g),
+        gh * new * o * (1 - o),
+    ]
     gates = jnp.concatenate(parts, axis=1)
     bias = cast(gates.sum(0), dtype) if has_bias else None
     return cast(gates, dtype), cast(state * f, dtype), bias

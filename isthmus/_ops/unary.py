@@ -88,7 +88,7 @@ SAME = {
     aten.conj_physical.default: jnp.conj,
     aten.floor.default: _keep_int(jnp.floor),
     aten.neg.default: jnp.negative,
-    aten.relu.default: lambda x: jnp.where(x <= 0, jnp.zeros_like(x), x),
+    aten.relu.default: lambda x: jnp.where(x < 0, jnp.zeros_like(x), x),
     aten.round.default: _round,
     aten.sign.default: _sign,
     aten.trunc.default: _keep_int(jnp.trunc),

@@ -81,6 +81,12 @@ CASES += [
     case(aten.rrelu.default, f32(3, 4)),
     case(aten.rrelu.default, bf16(3, 4), 0.1, 0.5),
     fails(aten.glu.default, f32(3, 5), 1, error=RuntimeError, match="Halving dimension must be even"),
-    fails(aten.gelu.default, f32(3), approximate="fast", error=RuntimeError, match="approximate argument must be"),
+    fails(
+        aten.gelu.default,
+        f32(3),
+        approximate="fast",
+        error=RuntimeError,
+        match="approximate argument must be",
+    ),
     fails(aten.prelu.default, f32(2, 3), f32(4), error=RuntimeError, match="Mismatch of parameter numbers"),
 ]

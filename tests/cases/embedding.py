@@ -9,10 +9,20 @@ ROWS = values([[1, 2, 2], [0, 4, 2]])
 
 CASES = [
     case(aten.embedding.default, f32(5, 3), ROWS),
-    case(aten.embedding.default, f32(3, 5).then(lambda t: t.t()), i32(2, 3).between(0, 4), 2, id="transposed"),
+    case(
+        aten.embedding.default, f32(3, 5).then(lambda t: t.t()), i32(2, 3).between(0, 4), 2, id="transposed"
+    ),
     case(aten.embedding.default, bf16(5, 3), i64(0), id="empty"),
-    fails(aten.embedding.default, f32(5, 3), values([1, 5]), error=IndexError, match="index out of range in self"),
-    fails(aten.embedding.default, f32(5, 3), values([-1]), error=IndexError, match="index out of range in self"),
+    fails(
+        aten.embedding.default,
+        f32(5, 3),
+        values([1, 5]),
+        error=IndexError,
+        match="index out of range in self",
+    ),
+    fails(
+        aten.embedding.default, f32(5, 3), values([-1]), error=IndexError, match="index out of range in self"
+    ),
     case(aten.embedding_dense_backward.default, f32(2, 3, 4), ROWS, 5, -1, False),
     case(aten.embedding_dense_backward.default, f32(2, 3, 4), ROWS, 5, 2, False, id="padding"),
     case(aten.embedding_dense_backward.default, f32(2, 3, 4), ROWS, 5, -1, True, id="by frequency"),

@@ -22,10 +22,17 @@ for _reduction in (0, 1, 2):
     _wanted = f32(7, 5).between(0, 1).then(lambda t: t.t())
     CASES += [
         case(aten.binary_cross_entropy.default, _chance, _wanted, None, _reduction),
-        case(aten.binary_cross_entropy.default, _chance, _wanted, f32(7), _reduction, id=f"weight {_reduction}"),
+        case(
+            aten.binary_cross_entropy.default, _chance, _wanted, f32(7), _reduction, id=f"weight {_reduction}"
+        ),
         case(aten.binary_cross_entropy_backward.default, _grad, _chance, _wanted, None, _reduction),
         case(
-            aten.binary_cross_entropy_backward.default, _grad, _chance, _wanted, f32(5, 7), _reduction,
+            aten.binary_cross_entropy_backward.default,
+            _grad,
+            _chance,
+            _wanted,
+            f32(5, 7),
+            _reduction,
             id=f"weight {_reduction}",
         ),
         case(aten.binary_cross_entropy_with_logits.default, f32(5, 7), _wanted, None, None, _reduction),
@@ -35,15 +42,39 @@ for _reduction in (0, 1, 2):
     _weight, _total = f32(7).between(0.1, 2), f32().between(1, 2)
     CASES += [
         case(aten.nll_loss_forward.default, f32(5, 7), TARGET, _weight, _reduction, -100),
-        case(aten.nll_loss_forward.default, f32(7), values(3), None, _reduction, -100, id=f"vector {_reduction}"),
-        case(aten.nll_loss_backward.default, _each, f32(5, 7), TARGET, _weight, _reduction, -100, _total),
         case(
-            aten.nll_loss_backward.default, f32(), f32(7), values(3), None, _reduction, -100, _total,
+            aten.nll_loss_forward.default,
+            f32(7),
+            values(3),
+            None,
+            _reduction,
+            -100,
             id=f"vector {_reduction}",
         ),
-        case(aten.nll_loss2d_forward.default, f32(2, 5, 2, 2), TARGET2, f32(5).between(0.1, 2), _reduction, 1),
+        case(aten.nll_loss_backward.default, _each, f32(5, 7), TARGET, _weight, _reduction, -100, _total),
         case(
-            aten.nll_loss2d_backward.default, _each2, f32(2, 5, 2, 2), TARGET2, f32(5).between(0.1, 2), _reduction, 1, _total
+            aten.nll_loss_backward.default,
+            f32(),
+            f32(7),
+            values(3),
+            None,
+            _reduction,
+            -100,
+            _total,
+            id=f"vector {_reduction}",
+        ),
+        case(
+            aten.nll_loss2d_forward.default, f32(2, 5, 2, 2), TARGET2, f32(5).between(0.1, 2), _reduction, 1
+        ),
+        case(
+            aten.nll_loss2d_backward.default,
+            _each2,
+            f32(2, 5, 2, 2),
+            TARGET2,
+            f32(5).between(0.1, 2),
+            _reduction,
+            1,
+            _total,
         ),
     ]
 CASES += [
@@ -52,13 +83,50 @@ CASES += [
     case(aten.smooth_l1_loss.default, bf16(5, 7), bf16(5, 7)),
     case(aten.huber_loss.default, bf16(5, 7), bf16(5, 7)),
     case(aten.binary_cross_entropy.default, values([0.0, 1.0]), values([1.0, 0.0]), id="extremes"),
-    case(aten.binary_cross_entropy_with_logits.default, values([1e3, -1e3]), values([0.0, 1.0]), id="extremes"),
+    case(
+        aten.binary_cross_entropy_with_logits.default, values([1e3, -1e3]), values([0.0, 1.0]), id="extremes"
+    ),
     case(aten.nll_loss_forward.default, bf16(5, 7), TARGET, None, 1, -100),
     case(aten.nll_loss_forward.default, values([[-INF, 0.0]]), values([0]), None, 1, 0, id="all ignored"),
-    case(aten.nll_loss_forward.default, f32(0, 7), values([], dtype=torch.int64), None, 1, -100, id="nothing"),
-    fails(aten.nll_loss_forward.default, f32(2, 3), values([0, 3]), None, 1, -100, error=IndexError, match="out of bounds"),
-    fails(aten.nll_loss_forward.default, f32(2, 3), values([0]), None, 1, -100, error=RuntimeError, match="size mismatch"),
-    fails(aten.nll_loss2d_forward.default, f32(2, 3, 2, 2), TARGET2, None, 1, -100, error=IndexError, match="out of bounds"),
+    case(
+        aten.nll_loss_forward.default, f32(0, 7), values([], dtype=torch.int64), None, 1, -100, id="nothing"
+    ),
+    fails(
+        aten.nll_loss_forward.default,
+        f32(2, 3),
+        values([0, 3]),
+        None,
+        1,
+        -100,
+        error=IndexError,
+        match="out of bounds",
+    ),
+    fails(
+        aten.nll_loss_forward.default,
+        f32(2, 3),
+        values([0]),
+        None,
+        1,
+        -100,
+        error=RuntimeError,
+        match="size mismatch",
+    ),
+    fails(
+        aten.nll_loss2d_forward.default,
+        f32(2, 3, 2, 2),
+        TARGET2,
+        None,
+        1,
+        -100,
+        error=IndexError,
+        match="out of bounds",
+    ),
     fails(aten.mse_loss.default, f32(3), f32(4), error=RuntimeError, match="must match the size"),
-    fails(aten.binary_cross_entropy.default, values([1.5]), values([1.0]), error=RuntimeError, match="between 0 and 1"),
+    fails(
+        aten.binary_cross_entropy.default,
+        values([1.5]),
+        values([1.0]),
+        error=RuntimeError,
+        match="between 0 and 1",
+    ),
 ]

@@ -10,14 +10,23 @@ INPUT = {1: f32(2, 3, 9), 2: f32(2, 3, 5, 4), 3: f32(1, 2, 4, 3, 5)}
 SIZES = {1: ([5], [18], [13]), 2: ([3, 8], [10, 8], [1, 1]), 3: ([2, 7, 5], [8, 6, 10], [3, 3, 3])}
 CASES = [
     case(aten.upsample_nearest2d.default, u8(1, 2, 3, 4), [6, 5]),
-    case(aten.upsample_nearest2d.default, bf16(2, 3, 5, 4).then(LAST), [3, 8], None, 2.0, id="scale, channels last"),
+    case(
+        aten.upsample_nearest2d.default,
+        bf16(2, 3, 5, 4).then(LAST),
+        [3, 8],
+        None,
+        2.0,
+        id="scale, channels last",
+    ),
     case(aten.upsample_bilinear2d.default, bf16(2, 3, 5, 4), [3, 8], False),
     case(aten.upsample_bilinear2d.default, f64(2, 3, 5, 4), [8, 6], False, 1.7, 1.6, id="scales"),
     case(aten.upsample_bilinear2d.default, f32(0, 3, 5, 4), [8, 6], False, id="empty"),
     case(aten.upsample_bicubic2d.default, bf16(2, 3, 5, 4), [3, 8], True),
     case(aten.upsample_linear1d.default, f32(2, 3, 9), [15], False, 1.7, id="scale"),
     case(aten._upsample_nearest_exact1d.default, f32(2, 3, 9), [15], 1.7, id="scale"),
-    fails(aten.upsample_bilinear2d.default, f32(2, 3, 5), [3, 8], False, error=RuntimeError, match="input_size"),
+    fails(
+        aten.upsample_bilinear2d.default, f32(2, 3, 5), [3, 8], False, error=RuntimeError, match="input_size"
+    ),
     fails(aten.upsample_nearest1d.default, f32(2, 3, 5), [0], error=RuntimeError, match="greater than 0"),
 ]
 for _n, _names in {
@@ -32,7 +41,11 @@ for _n, _names in {
                 CASES += [
                     case(getattr(aten, _name).default, INPUT[_n], _size, *_align),
                     case(
-                        getattr(aten, f"{_name}_backward").default, f32(*_shape[:2], *_size), _size, list(_shape), *_align
+                        getattr(aten, f"{_name}_backward").default,
+                        f32(*_shape[:2], *_size),
+                        _size,
+                        list(_shape),
+                        *_align,
                     ),
                 ]
 for _mode in (0, 1, 2):
@@ -44,18 +57,38 @@ for _mode in (0, 1, 2):
             _image, _grid = _make(2, 3, 5, 4), _make(2, 4, 3, 2).between(-1.6, 1.6)
             CASES += [
                 case(aten.grid_sampler_2d.default, _image, _grid, *_options),
-                case(aten.grid_sampler_2d_backward.default, _make(2, 3, 4, 3), _image, _grid, *_options, [True, True]),
+                case(
+                    aten.grid_sampler_2d_backward.default,
+                    _make(2, 3, 4, 3),
+                    _image,
+                    _grid,
+                    *_options,
+                    [True, True],
+                ),
             ]
             if _mode == 2:
                 continue
             _image, _grid = f32(2, 3, 5, 4, 3), f32(2, 2, 3, 4, 3).between(-1.6, 1.6)
             CASES += [
                 case(aten.grid_sampler_3d.default, _image, _grid, *_options),
-                case(aten.grid_sampler_3d_backward.default, f32(2, 3, 2, 3, 4), _image, _grid, *_options, [True, True]),
+                case(
+                    aten.grid_sampler_3d_backward.default,
+                    f32(2, 3, 2, 3, 4),
+                    _image,
+                    _grid,
+                    *_options,
+                    [True, True],
+                ),
             ]
 CASES += [
     fails(
-        aten.grid_sampler.default, f32(2, 3, 5, 4), f32(2, 3, 4, 3), 0, 0, False,
-        error=RuntimeError, match="expected grid to have size 2 in last dimension",
+        aten.grid_sampler.default,
+        f32(2, 3, 5, 4),
+        f32(2, 3, 4, 3),
+        0,
+        0,
+        False,
+        error=RuntimeError,
+        match="expected grid to have size 2 in last dimension",
     ),
 ]

@@ -25,7 +25,9 @@ for _op in (aten._softmax.default, aten._log_softmax.default):
 for _op in (aten._softmax_backward_data.default, aten._log_softmax_backward_data.default):
     CASES += [
         case(_op, f32(4, 7), f32(4, 7).between(-3, 0), -1, torch.float32),
-        case(_op, f32(7, 4).then(lambda t: t.t()), f32(4, 7).between(-3, 0), 0, torch.float32, id="transposed"),
+        case(
+            _op, f32(7, 4).then(lambda t: t.t()), f32(4, 7).between(-3, 0), 0, torch.float32, id="transposed"
+        ),
         case(_op, bf16(4, 7), bf16(4, 7).between(-3, 0), 1, torch.bfloat16),
         case(_op, f32(), f32().between(-1, 0), 0, torch.float32, id="scalar"),
         case(_op, f32(0, 3), f32(0, 3), 1, torch.float32, id="empty"),
