@@ -44,16 +44,12 @@ def main() -> int:
         for _ in range(repeats)
     ]
     for kind, name in enumerate(("wall", "CPU")):
-        without, with_device, step = (
-            [times[kind] for times in column] for column in zip(*rounds, strict=True)
-        )
+        without, loaded, step = ([times[kind] for times in column] for column in zip(*rounds, strict=True))
         # Each pair ran back to back, so that what else the machine was doing nearly cancels out.
-        added = statistics.median(b - a for a, b in zip(without, with_device, strict=True))
+        added = statistics.median(b - a for a, b in zip(without, loaded, strict=True))
         print(f"{name} time, median of {repeats} (fastest)")
         print(f"  import torch, autoload off  {statistics.median(without):8.1f} ms  ({min(without):.1f})")
-        print(
-            f"  import torch, autoload on   {statistics.median(with_device):8.1f} ms  ({min(with_device):.1f})"
-        )
+        print(f"  import torch, autoload on   {statistics.median(loaded):8.1f} ms  ({min(loaded):.1f})")
         print(f"  difference within a pair    {added:8.1f} ms")
         print(f"  the autoload step alone     {statistics.median(step):8.1f} ms  ({min(step):.1f})")
     # The difference of two imports of seconds drowns in noise on a busy machine; the step is what is ours.

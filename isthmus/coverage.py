@@ -128,7 +128,8 @@ def _place_of_lowering(op: OpOverload) -> Place:
     if place.file.parent != _OPS or _mentions(_source(place.file)[place.line - 1 :][:2], op):
         return place
     # A row of a table: the function is a helper's, the line that names the op is the one to open.
-    return _row(op) or place
+    inner = getattr(function, "__wrapped_function__", function)
+    return _row(op) or _place_of_function(inner)
 
 
 def _mentions(lines: tuple[str, ...], op: OpOverload) -> bool:

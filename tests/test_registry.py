@@ -168,10 +168,13 @@ def test_refused_at_import(op: Any, function: Any, message: str) -> None:
         isthmus.lowering(op)(function)
 
 
-def test_no_lowering_names_an_overload_this_torch_lacks() -> None:
+# Overloads younger than the oldest torch we support.
+YOUNG = {"aten._foreach_clone.default", "aten._foreach_mm.default"}
+
+
+def test_no_lowering_names_an_overload_no_torch_has() -> None:
     torch.zeros(1, device="jax")
-    unknown = {name for name in refused if not name.startswith("toy")}
-    assert unknown == set(), "isthmus doctor reports these; 2.13 is the version the registry is written against"
+    assert {name for name in refused if not name.startswith("toy")} <= YOUNG
 
 
 def test_namespace_proxy() -> None:

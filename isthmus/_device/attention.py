@@ -65,7 +65,7 @@ def fused(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def nested_from_mask_left_aligned(t: Tensor, mask: Tensor) -> bool:
-    """Return False: there are no nested tensors here, and this keeps ``nn.TransformerEncoder`` on padded ones."""
+    """Return False: with no nested tensors here, it keeps ``nn.TransformerEncoder`` on padded ones."""
     return False
 
 

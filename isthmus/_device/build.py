@@ -91,7 +91,7 @@ class _Builder:
         if self.inferred:
             return inference.specs(self.result)
         with compiler.scoped_x64():
-            found: list[Spec | None] = [*contiguous_specs(lambda *inputs: self._results(inputs)[0], self.examples)]
+            found = contiguous_specs(lambda *inputs: self._results(inputs)[0], self.examples)
         return found if self.mutation is None else found[:count]
 
     def _results(self, inputs: Sequence[Any]) -> tuple[list[Any], Any]:

@@ -104,10 +104,13 @@ def store(result: Array, spec: Spec | None, op: Any) -> Array:
     return strided.write(jnp.zeros(shape, dtype), result, spec.size, spec.stride)
 
 
-def contiguous_specs(function: Callable[..., Any], examples: Sequence[Any]) -> list[Spec]:
+def contiguous_specs(function: Callable[..., Any], examples: Sequence[Any]) -> list[Spec | None]:
     """Return the specs of what ``function`` computes, for an op torch has no Meta kernel for."""
-    shapes = [leaf for leaf in jax.eval_shape(function, *examples) if leaf is not None]
-    return [Spec(s.shape, strided.contiguous_strides(s.shape), to_torch_dtype(s.dtype)) for s in shapes]
+    return [None if leaf is None else _contiguous(leaf) for leaf in jax.eval_shape(function, *examples)]
+
+
+def _contiguous(leaf: Any) -> Spec:
+    return Spec(leaf.shape, strided.contiguous_strides(leaf.shape), to_torch_dtype(leaf.dtype))
 
 
 def flatten(result: Any) -> list[Any]:

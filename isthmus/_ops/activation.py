@@ -225,7 +225,7 @@ def glu_backward(grad_output: Array, self: Array, dim: int) -> Array:
 def rrelu_with_noise(
     self: Array, noise: Array, rng: Any, lower: Any = 0.125, upper: Any = 1 / 3, training: bool = False
 ) -> tuple[Array, Array]:
-    """A leaky ReLU with slopes drawn at random in training, which ``noise`` then holds, and their mean otherwise."""
+    """A leaky ReLU: slopes drawn at random in training, kept in ``noise``, and their mean otherwise."""
     wide = accumulation_dtype(self.dtype)
     x, low, high = cast(self, wide), cast(lower, wide), cast(upper, wide)
     if not training:

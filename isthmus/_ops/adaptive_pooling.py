@@ -1,4 +1,4 @@
-"""Adaptive pooling: as many windows as asked, from ``floor(i * in / out)`` to ``ceil((i + 1) * in / out)``."""
+"""Adaptive pooling: window i goes from ``floor(i * in / out)`` to ``ceil((i + 1) * in / out)``."""
 
 from __future__ import annotations
 

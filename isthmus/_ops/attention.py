@@ -1,4 +1,4 @@
-"""Scaled dot product attention: one program, softmax in at least float32, a row with nothing to attend to is zero."""
+"""Scaled dot product attention: one program; a row with nothing to attend to is zero."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def _target_weights(
 def _nll(
     x: Array, target: Array, weight: Array | None, reduction: int, ignore_index: int
 ) -> tuple[Array, Array]:
-    """The negative log likelihood, classes in dim 1 (dim 0 of a vector), and the weight it was averaged over."""
+    """The negative log likelihood, classes in dim 1 (or dim 0), and the weight it was averaged over."""
     dim, wide = min(1, x.ndim - 1), accumulation_dtype(x.dtype)
     target = target.astype(jnp.int64)
     weights = _target_weights(target, weight, x.shape[dim], ignore_index, wide)

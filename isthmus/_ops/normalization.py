@@ -159,7 +159,7 @@ def _batch_eval(
 
 
 def _saved(input: Array, running_mean: Array, running_var: Array, eps: float) -> tuple[Array, Array]:
-    """Return what evaluation saves, in the shapes torch infers; backward reads the running statistics instead."""
+    """Return what evaluation saves, as torch infers it; backward reads the running statistics."""
     mean, var = (cast(p, accumulation_dtype(input.dtype)) for p in (running_mean, running_var))
     return mean, jax.lax.rsqrt(var + eps)
 

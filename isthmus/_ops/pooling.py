@@ -46,7 +46,7 @@ def _margins(
 
 
 def better(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Return the larger of two (value, index) pairs: of equals the first, of nans the last, as torch scans."""
+    """Return the larger (value, index) pair: of equals the first, of nans the last, as torch scans."""
     (x, i), (y, j) = a, b
     if jnp.issubdtype(x.dtype, jnp.floating):
         nan_x, nan_y = jnp.isnan(x), jnp.isnan(y)

@@ -64,7 +64,7 @@ def _cubic_taps(size: int, count: int, scale: float | None, align: bool, dtype: 
 
 
 def cubic_weights(t: Any) -> list[Any]:
-    """Return the weights of the four neighbours around a point ``t`` of the way from the second to the third."""
+    """Return the weights of four neighbours of a point ``t`` of the way from the second to the third."""
     a = -0.75
 
     def near(x: Any) -> Any:

@@ -105,7 +105,7 @@ def encoder_layer(
     mask: Array | None = None,
     mask_type: int | None = None,
 ) -> Array:
-    """A whole encoder layer outside training: attention and a feed-forward, each with a residual and a norm."""
+    """An encoder layer outside training: attention, then feed-forward, each with residual and norm."""
 
     def first(x: Array) -> Array:
         return layer_norm(x, [embed_dim], norm_weight_1, norm_bias_1, eps)[0]

@@ -1,0 +1,80 @@
+"""The private APIs we stand on: torch 2.11 to 2.13 and JAX 0.10 to 0.11 are the versions these were checked on."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from isthmus._device import private as torch_private
+from isthmus._runtime import private as jax_private
+
+TORCH = ((2, 11), (2, 13))
+JAX = ((0, 10), (0, 11))
+
+
+def _version(text: str) -> tuple[int, int]:
+    major, minor = text.split("+")[0].split(".")[:2]
+    return int(major), int(minor)
+
+
+def test_versions_are_those_checked() -> None:
+    assert TORCH[0] <= _version(torch.__version__) <= TORCH[1]
+    assert JAX[0] <= _version(jax.__version__) <= JAX[1]
+
+
+def test_fast_call_is_the_cpp_path() -> None:
+    x = jnp.ones((2, 2))
+    compiled = jax.jit(lambda a: (a + a,)).lower(x).compile()
+    call = jax_private.fast_call(compiled)
+    assert call is not compiled, "JAX no longer offers create_cpp_call here: calls are right, but slower"
+    assert call(x)[0].tolist() == [[2, 2], [2, 2]]
+
+
+def test_fast_call_runs_64_bit_inputs_with_the_switch_off() -> None:
+    with jax.enable_x64(True):
+        x = jnp.arange(3, dtype=jnp.int64)
+        compiled = jax.jit(lambda a: (a + 2**40,)).lower(x).compile()
+    assert not jax.config.jax_enable_x64
+    (found,) = jax_private.fast_call(compiled)(x)
+    assert str(found.dtype) == "int64"
+    assert found.tolist() == [2**40, 2**40 + 1, 2**40 + 2]
+
+
+def test_is_traced() -> None:
+    seen = []
+    jax.jit(lambda a: seen.append(jax_private.is_traced([1, a])) or a)(1.0)
+    assert seen == [True]
+    assert not jax_private.is_traced([jnp.ones(1), 2])
+
+
+def test_meta_views_share_the_storage() -> None:
+    x = torch.zeros(2, 3, device="jax")
+    view = torch_private.restride(x, (3, 2), (1, 3), 0)
+    assert view.device.type == "jax"
+    assert view.stride() == (1, 3)
+    assert view.untyped_storage()._cdata == x.untyped_storage()._cdata
+
+
+def test_become_keeps_identity() -> None:
+    x, y = torch.zeros(2, device="jax"), torch.ones(3, device="jax")
+    before = id(x)
+    assert id(torch_private.become(x, y)) == before
+    assert x.tolist() == [1, 1, 1]
+
+
+def test_a_buffer_survives_what_the_storage_survives() -> None:
+    x = torch.ones(2, device="jax")
+    storage = x.untyped_storage()
+    buffer = storage._buffer
+    del x
+    assert storage._buffer is buffer
+    kept = torch.nn.Parameter(torch.ones(2, device="jax")).detach()
+    assert kept.tolist() == [1, 1]
+
+
+def test_has_kernel() -> None:
+    torch.zeros(1, device="jax")
+    assert torch_private.has_kernel(torch.ops.aten.add.Tensor, "PrivateUse1")
+    assert torch_private.has_kernel(torch.ops.aten.softmax.int, "CompositeImplicitAutograd")
+    assert not torch_private.has_kernel(torch.ops.aten.softmax.int, "Autograd")
