@@ -3,7 +3,9 @@
 import os
 
 # XLA's optimiser dominates these runs and changes no result that torch promises.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
+os.environ.setdefault(
+    "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest

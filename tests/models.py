@@ -40,7 +40,9 @@ class Block(nn.Module):
 class ResNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
+        )
         self.blocks = nn.Sequential(Block(4, 8, 2), Block(8, 8, 1))
         self.head = nn.Linear(8, 3)
 
@@ -125,7 +127,9 @@ class VAE(nn.Module):
 MODELS: list[Any] = [MLP, ResNet, LSTM, Transformer, UNet, VAE]
 
 
-def train(make: Any, device: str, steps: int, optimizer: Callable[[Any], torch.optim.Optimizer]) -> list[float]:
+def train(
+    make: Any, device: str, steps: int, optimizer: Callable[[Any], torch.optim.Optimizer]
+) -> list[float]:
     """Train a model from a fixed start on fixed data and return its losses."""
     torch.manual_seed(0)
     model = make().to(device)

@@ -28,9 +28,14 @@ class Make:
         if self.dtype == torch.bool:
             made = torch.randint(0, 2, self.shape, generator=g).bool()
         elif self.dtype.is_floating_point or self.dtype.is_complex:
-            made = torch.rand(self.shape, dtype=torch.float64, generator=g) * (self.high - self.low) + self.low
+            made = (
+                torch.rand(self.shape, dtype=torch.float64, generator=g) * (self.high - self.low) + self.low
+            )
             if self.dtype.is_complex:
-                imag = torch.rand(self.shape, dtype=torch.float64, generator=g) * (self.high - self.low) + self.low
+                imag = (
+                    torch.rand(self.shape, dtype=torch.float64, generator=g) * (self.high - self.low)
+                    + self.low
+                )
                 made = torch.complex(made, imag)
             made = made.to(self.dtype)
         else:

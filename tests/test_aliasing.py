@@ -38,11 +38,12 @@ class Program:
         try:
             want = function(*[p[0] for p in pairs])
         except (RuntimeError, IndexError, ValueError) as error:
-            with pytest.raises((RuntimeError, IndexError, ValueError)) as caught:
-                function(*[p[1] for p in pairs])
-            assert isinstance(caught.value, (type(error), RuntimeError)), (caught.value, error)
-            return None
-        return want, function(*[p[1] for p in pairs])
+            refused = error
+        else:
+            return want, function(*[p[1] for p in pairs])
+        with pytest.raises((type(refused), RuntimeError)):
+            function(*[p[1] for p in pairs])
+        return None
 
     def view(self) -> None:
         pair = self.pick(self.alive)
@@ -99,14 +100,19 @@ class Program:
         return lambda t: t.reshape(-1, 2)
 
     def _view_strided(self, x: torch.Tensor) -> Any:
-        n, m, a, b, o = self.number(1, 3), self.number(1, 2), self.number(0, 4), self.number(1, 3), self.number(0, 2)
+        n, m, a, b, o = (
+            self.number(1, 3),
+            self.number(1, 2),
+            self.number(0, 4),
+            self.number(1, 3),
+            self.number(0, 2),
+        )
         return lambda t: t.as_strided((n, m), (a, b), o)
 
     def _view_detach(self, x: torch.Tensor) -> Any:
         return lambda t: t.detach()
 
     def _view_bits(self, x: torch.Tensor) -> Any:
-        # Integers read as floats would be denormal numbers, which XLA's arithmetic flushes to zero.
         dtype = self.pick([torch.int32, torch.int16, torch.int8])
         return (lambda t: t.view(dtype)) if not x.dtype.is_complex else torch.view_as_real
 
@@ -116,12 +122,12 @@ class Program:
 
     def write(self) -> None:
         target = self.pick(self.alive)
-        if _overlaps_itself(target[0]):
+        if _overlaps_itself(target[0]) or _denormal(target[0]):
             return
         kind = self.pick(WRITES)
         if kind == "tensor":
             source = self.pick(self.alive)
-            if not _disturbs(target[0], source[0]):
+            if not _disturbs(target[0], source[0]) or _denormal(source[0]):
                 return
             name = self.pick(["add_", "copy_", "mul_"])
             self.both(lambda t, s: getattr(t, name)(s), target, source)
@@ -154,7 +160,11 @@ def _addresses(x: torch.Tensor) -> set[int]:
     index = torch.full((), x.storage_offset(), dtype=torch.int64)
     for n, s in zip(x.shape, x.stride(), strict=True):
         index = index.unsqueeze(-1) + torch.arange(n) * s
-    return {x.untyped_storage().data_ptr() + width * i + k for i in index.reshape(-1).tolist() for k in range(width)}
+    return {
+        x.untyped_storage().data_ptr() + width * i + k
+        for i in index.reshape(-1).tolist()
+        for k in range(width)
+    }
 
 
 def _overlaps_itself(x: torch.Tensor) -> bool:
@@ -163,9 +173,18 @@ def _overlaps_itself(x: torch.Tensor) -> bool:
     return not expanded and len(_addresses(x)) != x.numel() * x.element_size()
 
 
+def _denormal(x: torch.Tensor) -> bool:
+    """Whether integers written through another dtype left numbers that XLA's arithmetic flushes to zero."""
+    if not x.is_floating_point():
+        return bool(x.is_complex() and _denormal(torch.view_as_real(x)))
+    return bool(((x != 0) & (x.abs() < torch.finfo(x.dtype).tiny)).any())
+
+
 def _disturbs(target: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether the result is defined: the source is apart from the target, or is the target itself."""
-    same = target.shape == source.shape and target.stride() == source.stride() and target.dtype == source.dtype
+    same = (
+        target.shape == source.shape and target.stride() == source.stride() and target.dtype == source.dtype
+    )
     same = same and target.data_ptr() == source.data_ptr()
     return same or not (_addresses(target) & _addresses(source))
 
@@ -183,7 +202,14 @@ CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large]
 PHASES = [Phase.explicit, Phase.generate]
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=CHECKS, database=None, phases=PHASES)
+@settings(
+    max_examples=200,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=CHECKS,
+    database=None,
+    phases=PHASES,
+)
 @given(st.data())
 def test_random_programs(data: st.DataObject) -> None:
     run(data)
@@ -191,7 +217,14 @@ def test_random_programs(data: st.DataObject) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@settings(max_examples=2000, deadline=None, derandomize=True, suppress_health_check=CHECKS, database=None, phases=PHASES)
+@settings(
+    max_examples=2000,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=CHECKS,
+    database=None,
+    phases=PHASES,
+)
 @given(st.data())
 def test_many_random_programs(data: st.DataObject) -> None:
     run(data, steps=12)

@@ -29,7 +29,7 @@ def library(name: str, schema: str, kernel: object) -> tuple[torch.library.Libra
 
 def test_error_says_what_with_what_and_what_next() -> None:
     isthmus.config.fallback = "error"
-    keep, op = library("fall1", "f(Tensor x, int n) -> Tensor", lambda x, n: x + n)
+    _keep, op = library("fall1", "f(Tensor x, int n) -> Tensor", lambda x, n: x + n)
     with pytest.raises(MissingLowering) as caught:
         op(torch.zeros(2, 3, device="jax"), 4)
     text = str(caught.value)
@@ -40,7 +40,7 @@ def test_error_says_what_with_what_and_what_next() -> None:
 
 def test_warned_once() -> None:
     isthmus.config.fallback = "warn"
-    keep, op = library("fall2", "f(Tensor x) -> Tensor", lambda x: x + 1)
+    _keep, op = library("fall2", "f(Tensor x) -> Tensor", lambda x: x + 1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         op(torch.zeros(2, device="jax"))
@@ -52,7 +52,7 @@ def test_warned_once() -> None:
 
 
 def test_writes_reach_every_alias() -> None:
-    keep, op = library("fall3", "f_(Tensor(a!) x) -> Tensor(a!)", lambda x: x.add_(1))
+    _keep, op = library("fall3", "f_(Tensor(a!) x) -> Tensor(a!)", lambda x: x.add_(1))
     base = torch.zeros(4, device="jax")
     view = base[1:3]
     assert op(view) is view
@@ -63,14 +63,16 @@ def test_out_is_resized_and_returned() -> None:
     def kernel(x: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
         return out.resize_(x.shape).copy_(x * 2)
 
-    keep, op = library("fall4", "f(Tensor x, *, Tensor(a!) out) -> Tensor(a!)", kernel)
+    _keep, op = library("fall4", "f(Tensor x, *, Tensor(a!) out) -> Tensor(a!)", kernel)
     out = torch.empty(0, device="jax")
     assert op(torch.ones(3, device="jax"), out=out) is out
     assert out.tolist() == [2, 2, 2]
 
 
 def test_lists_of_tensors_and_several_results() -> None:
-    keep, op = library("fall5", "f(Tensor[] xs) -> (Tensor, Tensor)", lambda xs: (xs[0] + xs[1], xs[0].clone()))
+    _keep, op = library(
+        "fall5", "f(Tensor[] xs) -> (Tensor, Tensor)", lambda xs: (xs[0] + xs[1], xs[0].clone())
+    )
     a, b = op([torch.ones(2, device="jax"), torch.ones(2, device="jax")])
     assert (a.device.type, a.tolist(), b.tolist()) == ("jax", [2, 2], [1, 1])
 
@@ -79,7 +81,7 @@ def test_an_error_on_the_cpu_is_the_users_error_and_loses_nothing() -> None:
     def kernel(x: torch.Tensor) -> torch.Tensor:
         raise ValueError("no such luck")
 
-    keep, op = library("fall6", "f_(Tensor(a!) x) -> Tensor(a!)", kernel)
+    _keep, op = library("fall6", "f_(Tensor(a!) x) -> Tensor(a!)", kernel)
     x = torch.ones(2, device="jax")
     with pytest.raises(ValueError, match="no such luck"):
         op(x)

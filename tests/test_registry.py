@@ -113,7 +113,9 @@ def test_a_renamed_overload_is_reported_and_the_new_one_falls_back(toy: Toy) -> 
 
 
 def test_a_split_overload_keeps_the_half_that_is_lowered(toy: Toy) -> None:
-    scalar = toy.define("f.Scalar(Tensor x, Scalar y) -> Tensor", lambda x, y: x * y, lambda x, y: torch.empty_like(x))
+    scalar = toy.define(
+        "f.Scalar(Tensor x, Scalar y) -> Tensor", lambda x, y: x * y, lambda x, y: torch.empty_like(x)
+    )
     tensor = toy.define("f.Tensor(Tensor x, Tensor y) -> Tensor", lambda x, y: x * y)
     isthmus.lowering(scalar)(lambda x, y: x * y.value.astype(x.dtype))
     counters.clear()

@@ -31,7 +31,9 @@ def _plans() -> int:
     return sum(len(getattr(kernel, "plans", ())) for kernel in _kernels.values())
 
 
-@pytest.mark.parametrize("steps", [300, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize(
+    "steps", [300, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
+)
 def test_training_leaks_nothing(steps: int) -> None:
     torch.manual_seed(0)
     model = MLP().to("jax")

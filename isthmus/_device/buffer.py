@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from isthmus._device.private import empty_tensor, restride
 from isthmus._device.strided import contiguous_strides, span
-from isthmus._runtime.dtypes import to_torch_dtype
+from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
 from isthmus._runtime.private import is_traced
 
 Array = Any
@@ -20,7 +22,7 @@ class Signature:
     """Shape and dtype of a buffer's value and whether it is a tracer; interned, so compared by identity."""
 
     __slots__ = ("dtype", "nbytes", "shape", "traced")
-    _known: dict[tuple[Any, ...], Signature] = {}
+    _known: ClassVar[dict[tuple[Any, ...], Signature]] = {}
 
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any], traced: bool) -> None:
         self.shape, self.dtype, self.traced = shape, dtype, traced
@@ -39,6 +41,20 @@ class Signature:
 
     def __repr__(self) -> str:
         return f"{self.dtype}{list(self.shape)}{' traced' if self.traced else ''}"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Layout and dtype of a tensor."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Spec:
+        """Return the spec of a tensor."""
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
 
 class Buffer:
@@ -99,6 +115,24 @@ def wrap_strided(value: Array, size: Any, stride: Any, dtype: torch.dtype) -> to
     if tensor.stride() != stride:
         tensor = restride(tensor, size, stride)
     return attach(tensor, value)
+
+
+def maker(spec: Spec, traced: bool) -> Callable[[Array], torch.Tensor]:
+    """Return a function that makes tensors of this spec, each on a new storage that holds what it is given."""
+    size, stride, dtype = spec.size, spec.stride, spec.dtype
+    if traced:
+        return lambda value: wrap_strided(value, size, stride, dtype)
+    signature = Signature.intern(storage_shape(size, stride), to_jax_dtype(dtype))
+    contiguous = stride == contiguous_strides(size)
+
+    def make(value: Array) -> torch.Tensor:
+        tensor = empty_tensor(size, dtype)
+        if not contiguous:
+            tensor = restride(tensor, size, stride)
+        tensor.untyped_storage()._buffer = Buffer(value, signature)  # type: ignore[attr-defined]
+        return tensor
+
+    return make
 
 
 def storage_length(tensor: torch.Tensor) -> int:

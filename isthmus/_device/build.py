@@ -10,17 +10,13 @@ import jax
 from torch import Tensor
 
 from isthmus._device import checks, decompose, fallback, inference, writes
-from isthmus._device.buffer import Buffer, Signature, wrap_strided
-from isthmus._device.inference import Spec
+from isthmus._device.buffer import Spec, maker
 from isthmus._device.module import check_device
 from isthmus._device.mutation import Mutation
 from isthmus._device.plan import Slot, Static, contiguous_specs, fill, flatten, slot_for, store
-from isthmus._device.private import empty_tensor
-from isthmus._device.strided import contiguous_strides
 from isthmus._graph.schema import ABSENT
 from isthmus._ops.checks import collecting
 from isthmus._runtime import compiler
-from isthmus._runtime.dtypes import to_jax_dtype
 from isthmus.errors import IsthmusError, LoweringError
 
 if TYPE_CHECKING:
@@ -108,7 +104,9 @@ class _Builder:
         results, found = self._results(inputs)
         count = len(self.fresh)
         if self.mutation is None and len(results) != count:
-            raise LoweringError(f"the lowering of {self.op} gave {len(results)} results where torch gives {count}")
+            raise LoweringError(
+                f"the lowering of {self.op} gave {len(results)} results where torch gives {count}"
+            )
         fresh = [store(r, s, self.op) for r, s in zip(results, self.fresh, strict=False) if s is not None]
         written = [] if self.mutation is None else self.mutation.write(results[count:], inputs)
         self.errors = found.errors
@@ -126,17 +124,21 @@ class _Builder:
     def _functional(self, call: Callable[..., Any]) -> Plan:
         specs = [spec for spec in self.fresh if spec is not None]
         verify = checks.verifier(self.errors)
+        makers = [maker(spec, self.traced) for spec in specs]
         assemble = self._assembler()
-        plain = len(specs) == 1 and specs[0].stride == contiguous_strides(specs[0].size) and assemble is _only
-        if plain and verify is None and not self.traced:
-            return _single(call, specs[0])
+        if len(makers) == 1 and len(self.fresh) == 1 and assemble is _only and verify is None:
+            return _single(call, makers[0])
+        if len(makers) == len(self.fresh) and assemble is tuple and verify is None:
+            return lambda inputs, values: tuple(
+                [make(o) for make, o in zip(makers, call(*inputs), strict=True)]
+            )
         present = [spec is not None for spec in self.fresh]
 
         def run(inputs: list[Any], values: Values) -> Any:
             outputs = call(*inputs)
             if verify is not None:
-                verify(outputs[len(specs) :])
-            tensors = iter([wrap_strided(o, s.size, s.stride, s.dtype) for o, s in zip(outputs, specs, strict=False)])
+                verify(outputs[len(makers) :])
+            tensors = iter([make(o) for make, o in zip(makers, outputs, strict=False)])
             return assemble([next(tensors) if there else None for there in present])
 
         return run
@@ -173,16 +175,12 @@ def _slots(kernel: Kernel, values: Values) -> dict[str, Slot]:
     return slots
 
 
-def _single(call: Callable[..., Any], spec: Spec) -> Plan:
-    """Return the plan of an op with one contiguous result: the shortest path there is."""
-    size, dtype = spec.size, spec.dtype
-    signature = Signature.intern(size, to_jax_dtype(dtype))
+def _single(call: Callable[..., Any], make: Callable[[Any], Tensor]) -> Plan:
+    """Return the plan of an op with one result: the shortest path there is."""
 
     def run(inputs: list[Any], values: Values) -> Tensor:
         (value,) = call(*inputs)
-        tensor = empty_tensor(size, dtype)
-        tensor.untyped_storage()._buffer = Buffer(value, signature)  # type: ignore[attr-defined]
-        return tensor
+        return make(value)
 
     return run
 

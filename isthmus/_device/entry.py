@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from isthmus._device.dispatch import Kernel
 
 NUMBERS = frozenset({int, float, bool, complex})
+# Types whose values are equal only where they are the same: no 0.0 and -0.0, no 1 and 1.0 and True.
+_PLAIN = ("int", "SymInt", "bool", "str", "ScalarType", "Layout", "Device", "MemoryFormat")
+_EXACT = {*_PLAIN, *(f"Optional[{name}]" for name in _PLAIN)}
+_EXACT_LISTS = {"List[int]", "List[SymInt]", "List[bool]", "Optional[List[int]]", "Optional[List[SymInt]]"}
 
 _TENSOR = """
     if isinstance({name}, _Tensor):
@@ -99,7 +103,11 @@ def _part(argument: Argument, name: str, part: str, dynamic: bool) -> str:
     if argument.kind == "tensor":
         return _TENSOR.format(name=name, part=part, other="_number_part" if dynamic else "_static_part")
     if argument.kind == "tensors" or dynamic:
-        return f"    {part} = _list_part({name}, {dynamic}, _inputs)"
+        return f"    {part} = {name} if {name} is _ABSENT else _list_part({name}, {dynamic}, _inputs)"
+    if argument.type in _EXACT:
+        return f"    {part} = {name}"
+    if argument.type in _EXACT_LISTS:
+        return f"    {part} = tuple({name}) if type({name}) is list else {name}"
     return f"    {part} = _static_part({name})"
 
 
@@ -189,5 +197,3 @@ def alias_pattern(values: tuple[Any, ...]) -> tuple[int, ...]:
 
 def _draw(given: Any) -> Any:
     return generator.draw(None if given is ABSENT else given)
-
-

@@ -38,7 +38,9 @@ def get_state() -> torch.Tensor:
 def set_state(state: torch.Tensor) -> None:
     """Go back to a state that ``get_state`` returned."""
     if state.dtype != torch.uint8 or state.numel() != 16:
-        raise TypeError("RNG state of device 'jax' must be the 16-byte torch.uint8 tensor get_rng_state returned")
+        raise TypeError(
+            "RNG state of device 'jax' must be the 16-byte torch.uint8 tensor get_rng_state returned"
+        )
     seed, offset = state.cpu().contiguous().numpy().view(np.uint64)
     with _lock:
         default.seed, default.offset = int(seed), int(offset)
@@ -47,7 +49,9 @@ def set_state(state: torch.Tensor) -> None:
 def draw(generator: torch.Generator | None) -> np.ndarray[Any, Any]:
     """Return the next (seed, offset) as four 32-bit words; a CPU generator is drawn from instead."""
     if generator is not None:
-        low, high = torch.randint(0, 2**32, (2,), generator=generator, dtype=torch.int64, device="cpu").tolist()
+        low, high = torch.randint(
+            0, 2**32, (2,), generator=generator, dtype=torch.int64, device="cpu"
+        ).tolist()
         return np.array([high, low, 0, 0], np.uint32)
     with _lock:
         seed, offset = default.seed, default.offset

@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
-from isthmus._device.buffer import buffer_of, storage_length
+from isthmus._device.buffer import Spec, buffer_of, storage_length
 from isthmus._device.private import below_autograd
 from isthmus._graph.schema import schema_of
-
-
-@dataclass(frozen=True)
-class Spec:
-    """Layout and dtype of one result."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Spec:
-        """Return the spec of a tensor."""
-        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
-
 
 META_DEVICE = torch.device("meta")
 
@@ -57,7 +41,9 @@ class Shadow:
         return self._bases[key].as_strided(size, stride, tensor.storage_offset())
 
 
-def infer(op: OpOverload, values: tuple[Any, ...], *, share: bool = False) -> tuple[Any, tuple[Any, ...]] | None:
+def infer(
+    op: OpOverload, values: tuple[Any, ...], *, share: bool = False
+) -> tuple[Any, tuple[Any, ...]] | None:
     """Run ``op`` on stand-ins and return (result, arguments), all on Meta; None where torch has no Meta kernel.
 
     Raises what torch raises for a wrong call.
@@ -79,7 +65,10 @@ def numbers_as_tensors(op: OpOverload, values: tuple[Any, ...]) -> tuple[Any, ..
     which the tensor promotes as the number does.
     """
     arguments = schema_of(op).arguments
-    numbers = [a.kind == "tensor" and type(v) in (int, float, bool, complex) for a, v in zip(arguments, values, strict=True)]
+    numbers = [
+        a.kind == "tensor" and type(v) in (int, float, bool, complex)
+        for a, v in zip(arguments, values, strict=True)
+    ]
     if not any(numbers):
         return values
     others = [value for value in values if isinstance(value, torch.Tensor)]

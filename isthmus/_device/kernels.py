@@ -8,7 +8,17 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from isthmus._device import attention, batchnorm, factories, lists, masks, random_factories, rnn, transfer, views
+from isthmus._device import (
+    attention,
+    batchnorm,
+    factories,
+    lists,
+    masks,
+    random_factories,
+    rnn,
+    transfer,
+    views,
+)
 from isthmus._device.conjugate import resolving
 from isthmus._device.dispatch import forget, kernel_for
 from isthmus._device.private import has_kernel
@@ -23,7 +33,8 @@ _own = {
     **rnn.KERNELS,
     **views.KERNELS,
     **factories.KERNELS,
-    **masks.KERNELS, **transfer.KERNELS,
+    **masks.KERNELS,
+    **transfer.KERNELS,
     **lists.KERNELS,
     **random_factories.KERNELS,
 }

@@ -20,7 +20,7 @@ def copy_(self: list[Tensor], src: list[Tensor], non_blocking: bool = False) -> 
         kernel_for(aten._foreach_copy_.default)(self, src)
         return
     if len(self) != len(src):
-        fallback.attempt(aten._foreach_copy_.default, [self, src], {})
+        fallback.attempt(aten._foreach_copy_.default, (self, src, non_blocking))
     for target, source in zip(self, src, strict=True):
         target.copy_(source, non_blocking)
 
@@ -32,7 +32,7 @@ def _unpacked(packet: Any) -> Callable[..., Any]:
         if scalars.device.type != "cpu":
             raise RuntimeError(f"Expected scalars to be on CPU, got {scalars.device} instead.")
         if scalars.dim() != 1 or scalars.numel() != len(self):
-            fallback.attempt(packet.Tensor, [self, tensor1, tensor2, scalars], {})
+            fallback.attempt(packet.Tensor, (self, tensor1, tensor2, scalars))
         return packet.ScalarList(self, tensor1, tensor2, scalars.tolist())
 
     return call

@@ -12,8 +12,7 @@ from torch._ops import OpOverload
 
 from isthmus import config
 from isthmus._device import checks
-from isthmus._device.buffer import buffer_of, wrap_strided
-from isthmus._device.inference import Spec
+from isthmus._device.buffer import Spec, maker
 from isthmus._device.plan import Slot, TensorSlot, store
 from isthmus._device.private import become, restride
 from isthmus._graph.schema import schema_of
@@ -47,7 +46,9 @@ class Mutation:
     def write(self, results: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
         """Return the new value of each storage that is written to."""
         if len(results) != len(self.slots):
-            raise LoweringError(f"the lowering of {self.op} gave {len(results)} results for {len(self.slots)} targets")
+            raise LoweringError(
+                f"the lowering of {self.op} gave {len(results)} results for {len(self.slots)} targets"
+            )
         written: dict[int, Any] = {}
         for group, spec, slot, new in zip(self.groups, self.resized, self.slots, results, strict=True):
             self._check_cast(new, slot.spec.dtype)
@@ -69,6 +70,7 @@ class Mutation:
         variants = Variants(builder, donated, any(self.resized))
         variants.choose(inputs)
         verify = checks.verifier(builder.errors)
+        makers = [maker(spec, builder.traced) for spec in specs]
         count, order, resized, locate = len(specs), self.order, self.resized, self.locate
         returns = len(self.op._schema.returns)
         restrided = any(resized)
@@ -79,7 +81,7 @@ class Mutation:
             if verify is not None:
                 verify(outputs[count + len(order) :])
             for group, value in zip(order, outputs[count:], strict=False):
-                buffer = buffer_of(targets[group])
+                buffer = targets[group].untyped_storage()._buffer  # type: ignore[attr-defined]
                 if restrided or builder.traced:
                     buffer.rebind(value)
                 else:
@@ -87,7 +89,7 @@ class Mutation:
             if restrided:
                 _restride(targets, resized)
             if count:
-                fresh = [wrap_strided(o, s.size, s.stride, s.dtype) for o, s in zip(outputs, specs, strict=False)]
+                fresh = [make(o) for make, o in zip(makers, outputs, strict=False)]
                 return fresh[0] if returns == 1 else tuple(fresh)
             return None if returns == 0 else targets[0] if returns == 1 else tuple(targets)
 

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import torch
 
 from isthmus._device import strided
-from isthmus._device.buffer import storage_order, storage_shape
-from isthmus._device.inference import Spec
+from isthmus._device.buffer import Spec, storage_order, storage_shape
 from isthmus._device.reinterpret import reinterpret
 from isthmus._ops.common import Number, cast
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype

@@ -9,7 +9,7 @@ from torch._ops import OpOverload
 
 # The Meta kernels of view ops build a tensor on the storage they are given, whatever its device.
 META = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
-_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
 empty_tensor = torch._C._acc.create_empty_tensor
 
 

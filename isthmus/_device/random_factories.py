@@ -11,6 +11,7 @@ from torch._ops import OpOverload
 
 from isthmus._device import fallback
 from isthmus._device.dispatch import kernel_for
+from isthmus._graph.schema import schema_of
 
 aten = torch.ops.aten
 
@@ -20,7 +21,7 @@ def checked(op: OpOverload, valid: Callable[..., bool]) -> Callable[..., Any]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not valid(*args, **kwargs):
-            fallback.attempt(op, list(args), kwargs)
+            fallback.attempt(op, schema_of(op).ordered(args, kwargs))
         return kernel_for(op)(*args, **kwargs)
 
     return call

@@ -36,7 +36,9 @@ class SizedKernel:
         names = [n for n, v in arguments.items() if isinstance(v, torch.Tensor)]
         arrays = [array_of(arguments.pop(name)) for name in names]
         if any(isinstance(array, jax.core.Tracer) for array in arrays):
-            raise IsthmusError(f"{self.op} has a result whose size depends on values, which a trace does not have")
+            raise IsthmusError(
+                f"{self.op} has a result whose size depends on values, which a trace does not have"
+            )
         arguments = {n: to_jax_dtype(v) if isinstance(v, torch.dtype) else v for n, v in arguments.items()}
         found = self._program("size", names, arrays, arguments)(*arrays)
         size = tuple(np.asarray(found).reshape(-1).tolist())

@@ -7,6 +7,7 @@ slice of each axis. What no grid can express (windows that overlap, say) becomes
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -119,9 +120,11 @@ def _chain(candidates: set[int]) -> list[int]:
     return chain
 
 
-def _grid(chain: list[int], total: int, size: Sequence[int], stride: Sequence[int], offset: int) -> Grid | None:
+def _grid(
+    chain: list[int], total: int, size: Sequence[int], stride: Sequence[int], offset: int
+) -> Grid | None:
     # The first axis is as long as the storage needs, and may run past its end: it is padded.
-    shape = [-(-total // chain[0]), *[a // b for a, b in zip(chain, chain[1:], strict=False)]]
+    shape = [-(-total // chain[0]), *[a // b for a, b in itertools.pairwise(chain)]]
     start, left = [], offset
     for step in chain:
         start.append(left // step)

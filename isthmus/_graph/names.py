@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch._ops import OpOverload
@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 class Missing:
     """The name of an overload that this version of torch does not have."""
 
-    found: dict[str, Missing] = {}
+    found: ClassVar[dict[str, Missing]] = {}
 
     def __init__(self, name: str) -> None:
         self.name = name

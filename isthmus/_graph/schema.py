@@ -68,6 +68,11 @@ class Schema:
         bound.update(kwargs)
         return {name: bound[name] for name in names if name in bound}
 
+    def ordered(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """Return every argument in order, ABSENT where the call leaves it at its default."""
+        given = dict(zip([argument.name for argument in self.arguments], args, strict=False)) | kwargs
+        return tuple(given.get(argument.name, ABSENT) for argument in self.arguments)
+
     def named(self, values: tuple[Any, ...]) -> dict[str, Any]:
         """Return every argument by name, given all of them in order with ABSENT for defaults."""
         pairs = zip(self.arguments, values, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -117,7 +118,7 @@ def _clamp(x: Array, low: Any = None, high: Any = None) -> Array:
     return x if high is None else jnp.minimum(x, high)
 
 
-SAME = {
+SAME: dict[Any, Callable[..., Any]] = {
     aten.mul.Tensor: _mul,
     aten.mul.Scalar: _mul,
     aten.bitwise_and.Tensor: jnp.bitwise_and,
@@ -151,7 +152,7 @@ SAME = {
     aten.copysign.Tensor: jnp.copysign,
     aten.nextafter.default: jnp.nextafter,
 }
-FLOATING = {
+FLOATING: dict[Any, Callable[..., Any]] = {
     aten.div.Tensor: jnp.true_divide,
     aten.div.Scalar: jnp.true_divide,
     aten.atan2.default: jnp.arctan2,
@@ -172,12 +173,19 @@ LOGICAL = {
     aten.logical_xor.default: jnp.logical_xor,
 }
 
+
 def _broadcasting(fn: Any) -> Any:
     return lambda a, b: fn(*jnp.broadcast_arrays(a, b))
 
 
-for _op in (aten.fmod.Tensor, aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor,
-            aten.floor_divide.default, aten.fmod.Scalar):
+for _op in (
+    aten.fmod.Tensor,
+    aten.remainder.Tensor,
+    aten.remainder.Scalar,
+    aten.remainder.Scalar_Tensor,
+    aten.floor_divide.default,
+    aten.fmod.Scalar,
+):
     SAME[_op] = _broadcasting(SAME[_op])
 for _op, _fn in SAME.items():
     elementwise(_op, _fn, promote_as=DEFAULT)

@@ -59,7 +59,11 @@ def cast(operand: Any, dtype: Any) -> Array:
         return array
     if jnp.issubdtype(array.dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
         array = array.real if dtype != np.bool_ else array != 0
-    if jnp.issubdtype(array.dtype, jnp.floating) and jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize < 8:
+    if (
+        jnp.issubdtype(array.dtype, jnp.floating)
+        and jnp.issubdtype(dtype, jnp.integer)
+        and dtype.itemsize < 8
+    ):
         # torch truncates through int64 and wraps; XLA saturates.
         array = array.astype(jnp.int64)
     return array.astype(dtype)

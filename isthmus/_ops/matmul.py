@@ -13,7 +13,11 @@ from isthmus._ops.common import accumulation_dtype, cast, keyword_signature
 from isthmus._ops.registry import lowering
 
 Array = Any
-_PRECISION = {"highest": jax.lax.Precision.HIGHEST, "high": jax.lax.Precision.HIGH, "medium": jax.lax.Precision.DEFAULT}
+_PRECISION = {
+    "highest": jax.lax.Precision.HIGHEST,
+    "high": jax.lax.Precision.HIGH,
+    "medium": jax.lax.Precision.DEFAULT,
+}
 
 
 def precision() -> Any:

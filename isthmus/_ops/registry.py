@@ -91,7 +91,9 @@ def _check_op(op: Any, replace: bool) -> Schema:
         raise SchemaError(f"@lowering takes one overload such as aten.add.Tensor, not {op!r}")
     schema = schema_of(op)
     if schema.mutated:
-        raise SchemaError(f"{op} writes to {', '.join(schema.mutated)}: lower its functional form, which serves both")
+        raise SchemaError(
+            f"{op} writes to {', '.join(schema.mutated)}: lower its functional form, which serves both"
+        )
     if schema.returns_aliases:
         raise SchemaError(f"{op} returns a view: views are torch's own and need no lowering")
     if op in registry and not replace:
@@ -99,13 +101,17 @@ def _check_op(op: Any, replace: bool) -> Schema:
     return schema
 
 
-def _check_parameters(schema: Schema, function: Callable[..., Any], *, random: bool, sized: bool) -> frozenset[str]:
+def _check_parameters(
+    schema: Schema, function: Callable[..., Any], *, random: bool, sized: bool
+) -> frozenset[str]:
     known = {argument.name for argument in schema.arguments}
     extra = ({"rng"} if random else set()) | ({"size"} if sized and "size" not in known else set())
     parameters = {_schema_name(name) for name in inspect.signature(function).parameters}
     strangers = parameters - known - extra
     if strangers:
-        raise SchemaError(f"lowering of {schema.op} has parameters its schema lacks: {', '.join(sorted(strangers))}")
+        raise SchemaError(
+            f"lowering of {schema.op} has parameters its schema lacks: {', '.join(sorted(strangers))}"
+        )
     required = {a.name for a in schema.arguments if not a.has_default and a.name not in PLACEMENT}
     if required - parameters:
         missing = ", ".join(sorted(required - parameters))

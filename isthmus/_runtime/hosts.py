@@ -44,4 +44,3 @@ def from_numpy(array: np.ndarray[Any, Any]) -> Any:
 def to_numpy(value: Any) -> np.ndarray[Any, Any]:
     """Return the contents of a jax array; the memory may be shared and must not be written."""
     return np.asarray(value)
-
