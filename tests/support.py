@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import tests.cases
+from isthmus._graph.names import Missing
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,8 @@ def load_cases() -> list[Case]:
     found: list[Case] = []
     for module in sorted(m.name for m in pkgutil.iter_modules(tests.cases.__path__)):
         found += importlib.import_module(f"tests.cases.{module}").CASES
-    return found
+    # An older torch lacks some overloads; test_registry.py says which may be missing.
+    return [case for case in found if not isinstance(case.op, Missing)]
 
 
 def build(value: Any) -> Any:

@@ -60,6 +60,7 @@ def test_training_leaks_nothing(steps: int) -> None:
 
 def _live() -> int:
     """Return how many arrays live, the cache of numbers apart, which has a limit of its own."""
+    torch.jax.synchronize()
     hosts._numbers.clear()
     gc.collect()
     return len(jax.live_arrays())

@@ -9,9 +9,10 @@ from typing import Any
 from isthmus import config
 from isthmus._runtime.compiler import platform
 
-UserErrors = (IndexError,)
 _lock = threading.Lock()
-_pending: list[tuple[Any, type[Exception], str]] = []
+Condition = tuple[Any, type[Exception], str]
+_LIMIT = 128
+_pending: list[Condition] = []
 
 
 def verifier(errors: list[tuple[type[Exception], str]]) -> Callable[[Any], None] | None:
@@ -29,10 +30,18 @@ def verifier(errors: list[tuple[type[Exception], str]]) -> Callable[[Any], None]
         if mode == "now":
             _raise_first(found)
         else:
-            with _lock:
-                _pending.extend(found)
+            _postpone(found)
 
     return verify
+
+
+def _postpone(found: list[Condition]) -> None:
+    """Keep conditions for the next host read; of many, look at the older half, which the device has long computed."""
+    with _lock:
+        _pending.extend(found)
+        due = _pending[: _LIMIT // 2] if len(_pending) > _LIMIT else []
+        del _pending[: len(due)]
+    _raise_first(due)
 
 
 def raise_pending() -> None:
@@ -43,7 +52,7 @@ def raise_pending() -> None:
         _raise_first(found)
 
 
-def _raise_first(found: list[tuple[Any, type[Exception], str]]) -> None:
+def _raise_first(found: list[Condition]) -> None:
     for flag, error, message in found:
         if not bool(flag):
             raise error(message)

@@ -2,9 +2,9 @@
 
 import torch
 
+from isthmus._graph.names import aten
 from tests.support import b8, bf16, case, f16, f32, f64, fails, i64
 
-aten = torch.ops.aten
 LIST = [f32(3, 4), f32(5), f32(2, 3).then(lambda t: t.t())]
 POSITIVE = [t.between(0.5, 3) for t in LIST]
 HALVES = [bf16(3, 4), f16(4)]

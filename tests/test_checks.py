@@ -1,0 +1,65 @@
+"""Indices out of range: refused at the call, at the next host read, or not at all, as the config says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import isthmus
+from isthmus._device import checks
+
+
+@pytest.fixture(autouse=True)
+def restored(strict_fallback: None):
+    yield
+    isthmus.config.check_indices = "auto"
+    checks._pending.clear()
+
+
+def _bad() -> torch.Tensor:
+    return torch.arange(3.0, device="jax").index_select(0, torch.tensor([5], device="jax"))
+
+
+def test_now() -> None:
+    isthmus.config.check_indices = "now"
+    with pytest.raises(IndexError, match="out of range"):
+        _bad()
+
+
+def test_later_raises_at_the_next_host_read() -> None:
+    isthmus.config.check_indices = "later"
+    _bad()
+    with pytest.raises(IndexError, match="out of range"):
+        torch.ones(1, device="jax").item()
+    torch.ones(1, device="jax").item()
+
+
+def test_later_raises_at_synchronize() -> None:
+    isthmus.config.check_indices = "later"
+    _bad()
+    with pytest.raises(IndexError, match="out of range"):
+        torch.jax.synchronize()
+
+
+def test_later_keeps_only_so_many() -> None:
+    isthmus.config.check_indices = "later"
+    x, index = torch.arange(3.0, device="jax"), torch.tensor([1], device="jax")
+    for _ in range(3 * checks._LIMIT):
+        x.index_select(0, index)
+    assert len(checks._pending) <= checks._LIMIT
+
+
+def test_off() -> None:
+    isthmus.config.check_indices = "off"
+    _bad()
+    torch.jax.synchronize()
+
+
+def test_a_refused_write_leaves_the_target_unchanged() -> None:
+    isthmus.config.check_indices = "now"
+    x = torch.zeros(3, device="jax")
+    with pytest.raises(IndexError):
+        x.index_add_(0, torch.tensor([0, 7], device="jax"), torch.ones(2, device="jax"))
+    with pytest.raises((IndexError, RuntimeError)):
+        x[torch.tensor([0, 9], device="jax")] = 1.0
+    assert x.tolist() == [0, 0, 0]
