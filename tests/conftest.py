@@ -18,6 +18,8 @@ import isthmus
 def strict_fallback():
     before = isthmus.config.fallback
     isthmus.config.fallback = "error"
+    isthmus.config.check_indices = "now"  # on an accelerator it would be later, in another test
     torch.manual_seed(0)
     yield
     isthmus.config.fallback = before
+    isthmus.config.check_indices = "auto"

@@ -78,7 +78,10 @@ def _python_floor_divide(a: Array, b: Array) -> Array:
 
 
 def _trunc_divide(a: Array, b: Array) -> Array:
-    return jax.lax.div(a, b) if jnp.issubdtype(a.dtype, jnp.integer) else jnp.trunc(a / b)
+    if jnp.issubdtype(a.dtype, jnp.integer):
+        return jax.lax.div(a, b)
+    # XLA's float32 division on a GPU may miss by an ulp, which truncation makes a 1; in float64 it cannot.
+    return jnp.trunc((a.astype(jnp.float64) / b.astype(jnp.float64)).astype(a.dtype))
 
 
 def _remainder(a: Array, b: Array) -> Array:
