@@ -14,6 +14,7 @@ from isthmus._device.dispatch import kernel_for
 from isthmus._device.hosts import array_from_cpu, array_from_cuda, cpu_from_array, cuda_from_array
 from isthmus._device.module import check_device
 from isthmus._runtime import counters
+from isthmus._runtime.dtypes import to_jax_dtype
 
 _aten = torch.ops.aten
 _copy = kernel_for(_aten.copy_.default)
@@ -32,8 +33,6 @@ def array_of(tensor: Tensor) -> Any:
 
 def _whole(tensor: Tensor) -> Any:
     """Return the value of the tensor's storage if the tensor shows all of it as it is, else None."""
-    from isthmus._runtime.dtypes import to_jax_dtype
-
     buffer = buffer_of(tensor)
     signature = buffer.signature
     same = signature.shape == tensor.shape and tensor.storage_offset() == 0 and tensor.is_contiguous()
@@ -95,14 +94,22 @@ def to_copy(self: Tensor, **options: Any) -> Tensor:
     device = options.pop("device", None) or self.device
     if device.type == "jax":
         check_device(device)
-        source = self if self.device.type == "jax" else from_other(self)
-        return _cast(source, **options)
+        return _cast(self, **options) if self.device.type == "jax" else _arrived(self, options)
     dtype, memory_format = options.get("dtype") or self.dtype, options.get("memory_format")
     if memory_format in (None, torch.preserve_format):
         target = torch.empty_strided(self.shape, _dense_strides(self), dtype=dtype, device=device)
     else:
         target = torch.empty(self.shape, dtype=dtype, device=device, memory_format=memory_format)
     return target.copy_(_nearest(self, device))
+
+
+def _arrived(tensor: Tensor, options: dict[str, Any]) -> Tensor:
+    """Return a tensor of another device as a new one here, cast and laid out only if that is asked for."""
+    found = from_other(tensor)
+    memory_format = options.get("memory_format")
+    same_dtype = options.get("dtype") in (None, found.dtype)
+    same_layout = memory_format in (None, torch.preserve_format) and found.stride() == _dense_strides(tensor)
+    return found if same_dtype and same_layout else _cast(found, **options)
 
 
 def _dense_strides(tensor: Tensor) -> tuple[int, ...]:

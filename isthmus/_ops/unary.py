@@ -51,6 +51,11 @@ def _abs(x: Array) -> Array:
     return x if x.dtype == jnp.bool_ else jnp.abs(x)
 
 
+def _sinc(x: Array) -> Array:
+    # sin of an infinity is nan, but not after XLA's GPU compiler has fused the division into it.
+    return jnp.where(jnp.isinf(x), jnp.full_like(x, jnp.nan), jnp.sinc(x))
+
+
 FLOATING = {
     aten.acos.default: jnp.arccos,
     aten.acosh.default: jnp.arccosh,
@@ -76,7 +81,7 @@ FLOATING = {
     aten.rsqrt.default: _rsqrt,
     aten.sigmoid.default: jax.nn.sigmoid,
     aten.sin.default: jnp.sin,
-    aten.sinc.default: jnp.sinc,
+    aten.sinc.default: _sinc,
     aten.sinh.default: jnp.sinh,
     aten.sqrt.default: jnp.sqrt,
     aten.tan.default: jnp.tan,
