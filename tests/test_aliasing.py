@@ -31,7 +31,10 @@ class Program:
         shape, dtype = self.pick(SHAPES), self.pick(DTYPES)
         count = int(torch.Size(shape).numel())
         base = torch.arange(1, count + 1).reshape(shape).to(dtype)
-        self.alive.append((base, base.to("jax")))
+        source = self.pick(
+            [base, base.mT if base.dim() > 1 else base, base[..., ::2] if base.dim() else base]
+        )
+        self.alive.append((source.clone(), source.to("jax")))
 
     def both(self, function: Any, *pairs: Pair) -> Pair | None:
         """Run on both sides; if the CPU refuses, the device must too."""

@@ -203,3 +203,35 @@ def test_a_dataset_on_the_device() -> None:
     assert [batch.tolist() for (batch,) in torch.utils.data.DataLoader(data, 2)] == [[0, 1], [2, 3]]
     with pytest.raises(RuntimeError, match="cannot be shared with another process"):
         torch.ones(2, device="jax").share_memory_()
+
+
+VIEWS = {
+    "every other": ((10,), lambda t: t[1::2]),
+    "every third": ((10,), lambda t: t[::3]),
+    "columns": ((4, 6), lambda t: t[:, ::2]),
+    "one column": ((4, 6), lambda t: t[1::2, 1]),
+    "transposed rows": ((4, 6), lambda t: t.t()[::2]),
+    "expanded": ((3,), lambda t: t.expand(2, 3)),
+    "one, expanded": ((3,), lambda t: t[:1].expand(4)),
+    "permuted": ((2, 3, 4), lambda t: t.permute(2, 0, 1)),
+    "long row": ((1, 6), lambda t: t[:, ::5]),
+    "the end": ((4,), lambda t: t[3:]),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_strided_sources_and_targets(name: str) -> None:
+    shape, view = VIEWS[name]
+    base = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+    want = view(base)
+    assert torch.equal(want.to("jax").cpu(), want)
+    assert torch.equal(torch.zeros(want.shape, device="jax").copy_(want).cpu(), want)
+    assert torch.equal(view(base.to("jax")).cpu(), want)
+    if 0 not in want.stride():
+        strided = torch.empty_strided(want.shape, want.stride(), device="jax").copy_(want)
+        assert torch.equal(strided.cpu(), want)
+        assert torch.equal((strided * 2).cpu(), want * 2)
+        assert torch.equal(torch.zeros_like(strided).copy_(strided).cpu(), want)
+        target = torch.zeros(shape)
+        view(target).copy_(view(base.to("jax")))
+        assert torch.equal(view(target), want)

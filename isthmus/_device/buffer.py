@@ -92,15 +92,20 @@ def attach(tensor: torch.Tensor, value: Array) -> torch.Tensor:
     return tensor
 
 
+def is_dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Return whether a layout fills its storage without gaps or overlaps."""
+    order = storage_order(size, stride)
+    dense = tuple(size[d] for d in order)
+    return 0 in size or tuple(stride[d] for d in order) == contiguous_strides(dense)
+
+
 def storage_shape(size: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape in which a new storage for this layout is kept.
 
     A dense layout keeps its dims in the order of their strides, so that reading it is a transpose.
     """
-    order = storage_order(size, stride)
-    dense = tuple(size[d] for d in order)
-    if tuple(stride[d] for d in order) == contiguous_strides(dense) or 0 in size:
-        return dense
+    if is_dense(size, stride):
+        return tuple(size[d] for d in storage_order(size, stride))
     return (span(size, stride),)
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import torch
 
 from isthmus._device import strided
-from isthmus._device.buffer import Spec, storage_order, storage_shape
+from isthmus._device.buffer import Spec, is_dense, storage_order, storage_shape
 from isthmus._device.reinterpret import reinterpret
 from isthmus._ops.common import Number, cast
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
@@ -97,10 +97,10 @@ def store(result: Array, spec: Spec | None, op: Any) -> Array:
     if result is None or tuple(result.shape) != spec.size or result.dtype != dtype:
         got = "nothing" if result is None else f"{result.dtype}{list(result.shape)}"
         raise LoweringError(f"the lowering of {op} gave {got} where torch gives {dtype}{list(spec.size)}")
-    shape = storage_shape(spec.size, spec.stride)
-    if len(shape) == len(spec.size):
+    if is_dense(spec.size, spec.stride):
         return result.transpose(storage_order(spec.size, spec.stride))
-    return strided.write(jnp.zeros(shape, dtype), result, spec.size, spec.stride)
+    storage = jnp.zeros(storage_shape(spec.size, spec.stride), dtype)
+    return strided.write(storage, result, spec.size, spec.stride)
 
 
 def contiguous_specs(function: Callable[..., Any], examples: Sequence[Any]) -> list[Spec | None]:

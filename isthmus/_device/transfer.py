@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from isthmus._device import checks
-from isthmus._device.buffer import buffer_of, storage_order, storage_shape, wrap, wrap_strided
+from isthmus._device.buffer import buffer_of, is_dense, storage_order, wrap, wrap_strided
 from isthmus._device.conjugate import apply_bits, bare, is_lazy, resolve
 from isthmus._device.dispatch import kernel_for
 from isthmus._device.hosts import array_from_cpu, array_from_cuda, cpu_from_array, cuda_from_array
@@ -69,7 +69,7 @@ def from_other(tensor: Tensor) -> Tensor:
     if crossed is not None:
         return wrap(crossed, tensor.dtype)
     size, stride = tuple(tensor.shape), tuple(tensor.stride())
-    if len(storage_shape(size, stride)) != len(size):
+    if not is_dense(size, stride):
         return wrap(array_from_cpu(tensor.cpu()), tensor.dtype)
     array = array_from_cpu(tensor.permute(storage_order(size, stride)).cpu())
     return wrap_strided(array, size, stride, tensor.dtype)

@@ -19,6 +19,7 @@ from isthmus._ops.common import (
     promote,
 )
 from isthmus._ops.registry import lowering
+from isthmus.errors import Unsupported
 
 Array = Any
 
@@ -121,6 +122,17 @@ def _clamp(x: Array, low: Any = None, high: Any = None) -> Array:
     return x if high is None else jnp.minimum(x, high)
 
 
+def _real(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``fn`` for real numbers only: of complex logarithms, torch may choose another branch."""
+
+    def lowered(*operands: Array) -> Array:
+        if jnp.issubdtype(operands[0].dtype, jnp.complexfloating):
+            raise Unsupported("complex numbers")
+        return fn(*operands)
+
+    return lowered
+
+
 SAME: dict[Any, Callable[..., Any]] = {
     aten.mul.Tensor: _mul,
     aten.mul.Scalar: _mul,
@@ -159,8 +171,8 @@ FLOATING: dict[Any, Callable[..., Any]] = {
     aten.div.Tensor: jnp.true_divide,
     aten.div.Scalar: jnp.true_divide,
     aten.atan2.default: jnp.arctan2,
-    aten.logaddexp.default: jnp.logaddexp,
-    aten.logaddexp2.default: jnp.logaddexp2,
+    aten.logaddexp.default: _real(jnp.logaddexp),
+    aten.logaddexp2.default: _real(jnp.logaddexp2),
 }
 COMPARISONS = {
     "eq": jnp.equal,

@@ -11,6 +11,7 @@ import numpy as np
 from isthmus._graph.names import aten
 from isthmus._ops.common import accumulation_dtype, cast, wrap_dim
 from isthmus._ops.registry import lowering
+from isthmus.errors import Unsupported
 
 Array = Any
 
@@ -43,6 +44,8 @@ def _logcumsumexp(op: Any) -> None:
         """The logarithm of a running sum of exponentials."""
         if not self.ndim or not self.size:
             return self
+        if jnp.issubdtype(self.dtype, jnp.complexfloating):
+            raise Unsupported("of complex logarithms, torch may choose another branch")
         wide = cast(self, accumulation_dtype(self.dtype))
         return cast(jax.lax.associative_scan(_log_add, wide, axis=wrap_dim(dim, self.ndim)), self.dtype)
 

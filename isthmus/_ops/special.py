@@ -37,9 +37,11 @@ def _xlog1py(x: Array, y: Array) -> Array:
 
 
 def _zeta(x: Array, q: Array) -> Array:
-    """The Hurwitz zeta function, infinite at its pole as torch has it."""
-    found = jsp.zeta(x, q)
-    return jnp.where(x == 1, jnp.full((), jnp.inf, x.dtype), found)
+    """The Hurwitz zeta function with torch's values where it has poles or is not defined."""
+    infinite = (x == 1) | ((q <= 0) & (q == jnp.floor(q)))
+    undefined = (x < 1) | ((q <= 0) & (x != jnp.floor(x)) & ~infinite)
+    poles = jnp.where(infinite, jnp.full((), jnp.inf, x.dtype), jsp.zeta(x, q))
+    return jnp.where(undefined, jnp.full((), jnp.nan, x.dtype), poles)
 
 
 def _entr(x: Array) -> Array:
