@@ -38,9 +38,22 @@ def _xlog1py(x: Array, y: Array) -> Array:
 
 def _zeta(x: Array, q: Array) -> Array:
     """The Hurwitz zeta function with torch's values where it has poles or is not defined."""
+    x, q = jnp.broadcast_arrays(x, q)
     infinite = (x == 1) | ((q <= 0) & (q == jnp.floor(q)))
     undefined = (x < 1) | ((q <= 0) & (x != jnp.floor(x)) & ~infinite)
-    poles = jnp.where(infinite, jnp.full((), jnp.inf, x.dtype), jsp.zeta(x, q))
+    defined = ~(infinite | undefined)
+
+    def terms_left(state: tuple[Array, Array]) -> Array:
+        return jnp.any(defined & (state[1] <= 0))
+
+    def add_term(state: tuple[Array, Array]) -> tuple[Array, Array]:
+        total, at = state
+        left = defined & (at <= 0)
+        return total + jnp.where(left, jnp.power(at, -x), 0), jnp.where(left, at + 1, at)
+
+    # JAX's series starts at a positive q; the terms before it are added one by one, as torch does.
+    total, positive = jax.lax.while_loop(terms_left, add_term, (jnp.zeros_like(q), q))
+    poles = jnp.where(infinite, jnp.full((), jnp.inf, x.dtype), total + jsp.zeta(x, positive))
     return jnp.where(undefined, jnp.full((), jnp.nan, x.dtype), poles)
 
 

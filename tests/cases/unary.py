@@ -92,6 +92,7 @@ CASES += [
     case(aten.special_xlog1py.other_scalar, i64(4), 2),
     case(aten.special_xlog1py.self_scalar, 0.0, values([-1.0, math.nan])),
     case(aten.special_zeta.default, f32(4).between(1.5, 4), f32(4).between(0.5, 4)),
+    case(aten.special_zeta.default, values([2.0, 3.0, 2.5, 0.5, 1.0]), values([-8.4, -1.5, -1.5, 1.0, 0.0])),
     case(aten.special_zeta.other_scalar, values([1.0, 2.0, 3.0]), 1),
     case(aten.special_zeta.self_scalar, 2.0, f64(4).between(0.5, 4)),
     case(aten.igamma.default, f32(5).between(0.1, 4), f32(5).between(0.1, 4)),
@@ -107,6 +108,7 @@ CASES += [
 for _n in (0, 1, 2, 3):
     CASES += [
         case(aten.polygamma.default, _n, f32(5).between(0.2, 4)),
+        case(aten.polygamma.default, _n, values([-8.478, -0.5, 0.0, 3.0])),
         case(aten.polygamma.default, _n, i64(4).between(1, 4)),
     ]
 for _packet in (aten.bitwise_left_shift, aten.bitwise_right_shift):
