@@ -214,6 +214,7 @@ VIEWS = {
     "expanded": ((3,), lambda t: t.expand(2, 3)),
     "one, expanded": ((3,), lambda t: t[:1].expand(4)),
     "permuted": ((2, 3, 4), lambda t: t.permute(2, 0, 1)),
+    "one, expanded to one": ((1,), lambda t: t.expand(1, 1)[0].as_strided((1,), (0,))),
     "long row": ((1, 6), lambda t: t[:, ::5]),
     "the end": ((4,), lambda t: t[3:]),
 }

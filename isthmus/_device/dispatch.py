@@ -22,6 +22,7 @@ from isthmus._ops.registry import registry
 from isthmus._runtime import private
 
 _building = threading.RLock()
+_LIMIT = 4096
 
 
 class Kernel:
@@ -49,6 +50,8 @@ class Kernel:
         with _building:
             plan = self.plans.get(key)
             if plan is None:
+                if len(self.plans) >= _LIMIT:  # shapes that never come back must not pile up
+                    self.plans.clear()
                 plan = self.plans[key] = build(self, inputs, values, private.is_traced(inputs))
         return plan
 

@@ -70,7 +70,10 @@ def copied(array: Any) -> Any:
 def _bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     if tensor.numel() == 0:
         return np.empty(0, np.uint8)
-    return tensor.reshape(-1).view(torch.uint8).numpy()
+    flat = tensor.reshape(-1)
+    if flat.stride(0) != 1:  # one element, expanded: contiguous all the same
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8).numpy()
 
 
 def _writeable_alias(flat: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
