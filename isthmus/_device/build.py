@@ -10,13 +10,16 @@ import jax
 from torch import Tensor
 
 from isthmus._device import checks, decompose, fallback, inference, writes
-from isthmus._device.buffer import Spec, maker
+from isthmus._device.buffer import Buffer, Signature, Spec, maker
 from isthmus._device.module import check_device
 from isthmus._device.mutation import Mutation
 from isthmus._device.plan import Slot, Static, contiguous_specs, fill, flatten, slot_for, store
+from isthmus._device.private import empty_tensor
+from isthmus._device.strided import contiguous_strides
 from isthmus._graph.schema import ABSENT
 from isthmus._ops.checks import collecting
 from isthmus._runtime import compiler
+from isthmus._runtime.dtypes import to_jax_dtype
 from isthmus.errors import IsthmusError, LoweringError
 
 if TYPE_CHECKING:
@@ -127,7 +130,7 @@ class _Builder:
         makers = [maker(spec, self.traced) for spec in specs]
         assemble = self._assembler()
         if len(makers) == 1 and len(self.fresh) == 1 and assemble is _only and verify is None:
-            return _single(call, makers[0])
+            return _single(call, makers[0], specs[0], self.traced)
         if len(makers) == len(self.fresh) and assemble is tuple and verify is None:
             return lambda inputs, values: tuple(
                 [make(o) for make, o in zip(makers, call(*inputs), strict=True)]
@@ -175,12 +178,19 @@ def _slots(kernel: Kernel, values: Values) -> dict[str, Slot]:
     return slots
 
 
-def _single(call: Callable[..., Any], make: Callable[[Any], Tensor]) -> Plan:
+def _single(call: Callable[..., Any], make: Callable[[Any], Tensor], spec: Spec, traced: bool) -> Plan:
     """Return the plan of an op with one result: the shortest path there is."""
+    size, dtype = spec.size, spec.dtype
+    if traced or spec.stride != contiguous_strides(size):
+        return lambda inputs, values: make(call(*inputs)[0])
+    signature = Signature.intern(size, to_jax_dtype(dtype))
 
     def run(inputs: list[Any], values: Values) -> Tensor:
+        # What the maker does, written out: this runs for nearly every op.
         (value,) = call(*inputs)
-        return make(value)
+        tensor = empty_tensor(size, dtype)
+        tensor.untyped_storage()._buffer = Buffer(value, signature)  # type: ignore[attr-defined]
+        return tensor
 
     return run
 
