@@ -200,19 +200,20 @@ def run(data: st.DataObject, steps: int = 8) -> None:
     program.check()
 
 
-CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large]
-# Shrinking compiles hundreds of programs; the failing one prints its steps instead.
-PHASES = [Phase.explicit, Phase.generate]
+def programs(count: int) -> settings:
+    """Return the settings for this many programs, the same ones every time."""
+    return settings(
+        max_examples=count,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+        # Shrinking compiles hundreds of programs; the failing one prints its steps instead.
+        phases=[Phase.explicit, Phase.generate],
+    )
 
 
-@settings(
-    max_examples=200,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=CHECKS,
-    database=None,
-    phases=PHASES,
-)
+@programs(200)
 @given(st.data())
 def test_random_programs(data: st.DataObject) -> None:
     run(data)
@@ -220,14 +221,7 @@ def test_random_programs(data: st.DataObject) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@settings(
-    max_examples=2000,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=CHECKS,
-    database=None,
-    phases=PHASES,
-)
+@programs(2000)
 @given(st.data())
 def test_many_random_programs(data: st.DataObject) -> None:
     run(data, steps=12)
