@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import zlib
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 import tests.cases
 from isthmus._graph.names import Missing
@@ -24,7 +26,8 @@ class Make:
     change: tuple[Any, ...] = ()
 
     def __call__(self) -> torch.Tensor:
-        seed = hash((self.shape, str(self.dtype), self.low, self.high)) % 2**31
+        # Not hash(): that of a string differs from process to process.
+        seed = zlib.crc32(repr((self.shape, self.dtype, self.low, self.high)).encode())
         g = torch.Generator().manual_seed(seed)
         if self.dtype == torch.bool:
             made = torch.randint(0, 2, self.shape, generator=g).bool()
@@ -88,8 +91,13 @@ class Case:
     exact: bool = field(default=False)
 
     def __str__(self) -> str:
-        name = str(self.op).removeprefix("aten.")
+        # A plain function's str holds its address, which differs between the workers that run the tests.
+        name = str(self.op).removeprefix("aten.") if isinstance(self.op, OpOverload) else _name(self.op)
         return f"{name}({self.id or ','.join(_short(a) for a in self.args)})"
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", None) or str(function)
 
 
 def _short(value: Any) -> str:

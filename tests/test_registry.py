@@ -159,8 +159,8 @@ def test_replacing_a_lowering(toy: Toy) -> None:
         (torch.ops.aten.add_.Tensor, lambda self, other: self, "writes to self"),
         (torch.ops.aten.transpose.int, lambda self, dim0, dim1: self, "returns a view"),
         (torch.ops.aten.add.Tensor, lambda self, other: self, "already has a lowering"),
-        (torch.ops.aten._fft_r2c.default, lambda self, wrong: self, "lacks: wrong"),
-        (torch.ops.aten._fft_r2c.default, lambda self: self, "ignores required"),
+        (torch.ops.aten._sparse_log_softmax.default, lambda self, wrong: self, "lacks: wrong"),
+        (torch.ops.aten._sparse_log_softmax.default, lambda self: self, "ignores required"),
     ],
     ids=["packet", "mutating", "view", "duplicate", "stranger", "required"],
 )
