@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from isthmus._device.buffer import Spec, buffer_of, storage_length
+from isthmus._device.buffer import Spec, buffer_of, is_dense, storage_length
 from isthmus._device.private import below_autograd
+from isthmus._device.strided import contiguous_strides
 from isthmus._graph.schema import schema_of
 
 META_DEVICE = torch.device("meta")
@@ -83,10 +84,17 @@ def numbers_as_tensors(op: OpOverload, values: tuple[Any, ...]) -> tuple[Any, ..
 def specs(result: Any) -> list[Spec | None]:
     """Return the spec of each tensor in a result, None where torch returns none."""
     if isinstance(result, torch.Tensor):
-        return [Spec.of(result)]
+        return [_dense(Spec.of(result))]
     if isinstance(result, (list, tuple)):
         return [spec for item in result for spec in specs(item)]
     return [None]
+
+
+def _dense(spec: Spec) -> Spec:
+    """Return the spec, contiguous if its strides leave gaps or overlap: no op's result does, some Meta kernels do."""
+    if is_dense(spec.size, spec.stride):
+        return spec
+    return Spec(spec.size, contiguous_strides(spec.size), spec.dtype)
 
 
 def skeleton(result: Any) -> Any:
