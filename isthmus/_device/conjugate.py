@@ -47,7 +47,10 @@ def resolving(op: OpOverload, kernel: Callable[..., Any]) -> Callable[..., Any]:
     schema = schema_of(op)
 
     def resolved(*args: Any, **kwargs: Any) -> Any:
-        if not any(is_lazy(value) for value in (*args, *kwargs.values())):
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if is_lazy(value):
+                break
+        else:
             return kernel(*args, **kwargs)
         given = schema.bind(args, kwargs)
         plain_args, plain_kwargs = tuple(resolve(a) for a in args), {k: resolve(v) for k, v in kwargs.items()}

@@ -143,7 +143,6 @@ def arange(
     """Return the numbers from ``start`` to ``end``; torch says how many, and only that is compiled for."""
     check_device(device)
     shadow = torch.ops.aten.arange.start_step(start, end, step, dtype=dtype, device="meta")
-    check_device(device)
     return _counted(shadow.shape[0], start, step, shadow.dtype)
 
 

@@ -105,7 +105,8 @@ class Variants:
 
     def choose(self, inputs: list[Any]) -> Callable[..., Any]:
         """Return the variant for these inputs: memory nobody else holds is reused."""
-        owned = not self.fixed and all([sys.getrefcount(inputs[index]) == _OWNED for index in self.donated])
+        may = not self.fixed and config.current.donate == "auto"
+        owned = may and all([sys.getrefcount(inputs[index]) == _OWNED for index in self.donated])
         call = self.calls.get(owned)
         return call if call is not None else self._compile(owned)
 
@@ -113,13 +114,14 @@ class Variants:
         builder = self.builder
         if builder.traced:
             call = compiler.inline(builder.program)
-        elif owned and config.donate == "auto":
+        elif owned:
             call = compiler.compile(builder.program, builder.examples, self.donated)
         else:
             call = compiler.compile(builder.program, builder.examples)
         # A program that checks values keeps its targets, so that a failed call leaves them unchanged.
         if builder.errors and owned:
-            call, self.fixed = compiler.compile(builder.program, builder.examples), True
+            owned, self.fixed = False, True
+            call = compiler.compile(builder.program, builder.examples)
         self.calls[owned] = call
         return call
 

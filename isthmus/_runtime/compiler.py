@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,6 +45,7 @@ def inline(function: Function) -> Function:
     return call
 
 
+@functools.cache
 def default_device() -> Any:
     """Return the JAX device tensors live on."""
     return jax.local_devices()[0]
