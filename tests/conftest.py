@@ -13,6 +13,8 @@ import torch
 
 import isthmus
 
+pytest_plugins = ["tests.conformance.table"]
+
 
 @pytest.fixture(autouse=True)
 def strict_fallback():
@@ -23,3 +25,20 @@ def strict_fallback():
     yield
     isthmus.config.fallback = before
     isthmus.config.check_indices = "auto"
+
+
+@pytest.fixture
+def on_cpu(strict_fallback):
+    """Let ops fall to the CPU: the test counts those that do."""
+    isthmus.config.fallback = "cpu"
+    _drop_programs()
+
+
+def _drop_programs() -> None:
+    """Forget compiled programs once there are many: an executable holds memory maps, which are limited."""
+    from isthmus._device import dispatch
+
+    kernels = [k for k in dispatch._kernels.values() if isinstance(k, dispatch.Kernel)]
+    if sum(len(k.plans) for k in kernels) > 2000:
+        for kernel in kernels:
+            kernel.plans.clear()

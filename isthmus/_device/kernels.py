@@ -11,6 +11,7 @@ from torch._ops import OpOverload
 from isthmus._device import (
     attention,
     batchnorm,
+    ctc,
     factories,
     factors,
     lists,
@@ -31,6 +32,7 @@ _registered: set[OpOverload] = set()
 _own = {
     **attention.KERNELS,
     **batchnorm.KERNELS,
+    **ctc.KERNELS,
     **rnn.KERNELS,
     **views.KERNELS,
     **factories.KERNELS,

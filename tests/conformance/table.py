@@ -1,0 +1,59 @@
+"""A pytest plugin that gathers the verdicts of every worker into a table and build/conformance.json."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import jax
+import torch
+
+OUTPUT = Path(__file__).parents[2] / "build" / "conformance.json"
+
+_rows: list[dict[str, Any]] = []
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """Keep the verdict a test recorded; with xdist this runs in the process that gathers reports."""
+    if report.when == "call":
+        _rows.extend(value for name, value in report.user_properties if name == "conformance")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print the table and write the file."""
+    if not _rows:
+        return
+    table = summary(_rows)
+    terminalreporter.section("conformance")
+    terminalreporter.write_line(text(table))
+    OUTPUT.parent.mkdir(exist_ok=True)
+    about = {"torch": torch.__version__, "jax": jax.__version__}
+    rows = sorted(_rows, key=lambda r: (r["suite"], r["name"], r["kind"], r["dtype"]))
+    OUTPUT.write_text(json.dumps({**about, "table": table, "entries": rows}, indent=1), encoding="utf-8")
+
+
+def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one line for each suite, kind and dtype: entries, how many pass, raise, are wrong, used the CPU."""
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        groups[row["suite"], row["kind"], row["dtype"]].append(row)
+    return [_line(*key, group) for key, group in sorted(groups.items())]
+
+
+def _line(suite: str, kind: str, dtype: str, group: list[dict[str, Any]]) -> dict[str, Any]:
+    found = Counter(row["status"] for row in group)
+    counts = {name: found[name] for name in ("pass", "raises", "wrong")}
+    cpu = sum(bool(row["cpu"]) for row in group)
+    samples = sum(row["samples"] for row in group)
+    line = {"suite": suite, "kind": kind, "dtype": dtype, "entries": len(group), **counts}
+    return {**line, "cpu": cpu, "samples": samples, "percent": round(100 * found["pass"] / len(group), 2)}
+
+
+def text(table: list[dict[str, Any]]) -> str:
+    """Return the table for a person."""
+    names = list(table[0])
+    cells = [names, *[[str(line[name]) for name in names] for line in table]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(names))]
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in cells)

@@ -1,0 +1,87 @@
+"""Every operator of torch's op_db on the device against the CPU: values, forms, gradients, errors."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+import zlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+
+from tests.conformance import kinds
+from tests.conformance.verdict import Entry, Verdict, judge
+
+DTYPES = [torch.bool, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16]
+DTYPES += [torch.float32, torch.float64, torch.complex64]
+DIFFERENTIABLE = [torch.float32, torch.float64, torch.complex64]
+# The device has the strided layout only.
+SPARSE = {"sparse.sampled_addmm", "sparse.mm", "to_sparse"}
+CALLS: dict[str, kinds.Call] = {
+    "forward": kinds.forward,
+    "noncontiguous": kinds.forward,
+    "errors": kinds.forward,
+    "inplace": kinds.inplace,
+    "out": kinds.out,
+    "gradient": kinds.gradient,
+    "tangent": kinds.tangent,
+    "second": kinds.second,
+}
+
+
+def name_of(op: OpInfo) -> str:
+    """Return the name of an entry, its variant included."""
+    return op.name + (f".{op.variant_test_name}" if op.variant_test_name else "")
+
+
+def plans(op: OpInfo) -> Iterator[tuple[str, torch.dtype]]:
+    """Yield what is to be done with an entry, and in which dtype."""
+    supported = op.supported_dtypes("cpu")
+    dtypes = [d for d in DTYPES if d in supported]
+    if op.name in SPARSE or not dtypes:
+        return
+    yield from (("forward", d) for d in dtypes)
+    main = next((d for d in (torch.float32, torch.int64) if d in dtypes), dtypes[-1])
+    forms = {"noncontiguous": True, "inplace": op.inplace_variant, "out": op.supports_out}
+    forms["errors"] = op.error_inputs_func
+    yield from ((form, main) for form, has in forms.items() if has)
+    backward = op.supported_backward_dtypes("cpu") if op.supports_autograd else set()
+    yield from (("gradient", d) for d in DIFFERENTIABLE if d in backward)
+    if op.supports_forward_ad and torch.float32 in backward:
+        yield "tangent", torch.float32
+    if op.supports_gradgrad and torch.float64 in backward:
+        yield "second", torch.float64
+
+
+def parameters() -> Iterator[Any]:
+    """Yield the tests: of each entry's about a quarter, another quarter for the next entry, are not slow."""
+    for place, op in enumerate(sorted(op_db, key=name_of)):
+        for turn, (kind, dtype) in enumerate(plans(op)):
+            entry = Entry("op_db", name_of(op), kind, str(dtype).removeprefix("torch."))
+            marks = [] if (place + turn) % 4 == 0 else [pytest.mark.slow]
+            yield pytest.param(op, dtype, entry, id=str(entry), marks=marks)
+
+
+def samples(op: OpInfo, kind: str, dtype: torch.dtype) -> Iterable[SampleInput]:
+    """Return the samples a kind of test runs on."""
+    if kind == "errors":
+        return (error.sample_input for error in op.error_inputs("cpu"))
+    differentiated = kind in ("gradient", "tangent", "second")
+    made = op.sample_inputs("cpu", dtype, requires_grad=differentiated)
+    if kind == "noncontiguous":
+        return (sample.noncontiguous() for sample in made)
+    return itertools.islice(made, 3) if kind == "second" else made
+
+
+@pytest.mark.parametrize(("op", "dtype", "entry"), parameters())
+def test_operator(op: OpInfo, dtype: torch.dtype, entry: Entry, record_property: Any, on_cpu: None) -> None:
+    verdict = Verdict(entry)
+    torch.manual_seed(zlib.crc32(str(entry).encode()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        kinds.run(op, CALLS[entry.kind], samples(op, entry.kind, dtype), verdict)
+    judge(verdict, record_property)
