@@ -1,341 +1,158 @@
-"""Every optimizer of torch.optim, against itself on the CPU; a changing learning rate compiles nothing."""
+"""Every optimizer of torch's optim_db on the device against the CPU: five steps, state, copies of it."""
+
+from __future__ import annotations
 
 import copy
-import inspect
 import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
-from torch import nn, optim
+from torch import nn
+from torch.testing._internal.common_optimizers import OptimizerInfo, optim_db
 
-from isthmus._runtime import counters
+from tests.conformance.trial import Trial
+from tests.conformance.values import leaves
+from tests.conformance.verdict import Entry, Verdict, judge
 
-# SparseAdam needs sparse gradients, and the device has no sparse layout.
-OPTIMIZERS = {
-    "SGD": (optim.SGD, {"lr": 0.1}),
-    "SGD momentum": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
-    "SGD dampening": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "maximize": True}),
-    "SGD nesterov": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
-    "Adam": (optim.Adam, {"lr": 0.01}),
-    "Adam amsgrad": (optim.Adam, {"lr": 0.01, "amsgrad": True, "weight_decay": 0.1, "maximize": True}),
-    "AdamW": (optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
-    "AdamW amsgrad": (optim.AdamW, {"lr": 0.01, "amsgrad": True}),
-    "Adamax": (optim.Adamax, {"lr": 0.01, "weight_decay": 0.1}),
-    "NAdam": (optim.NAdam, {"lr": 0.01, "weight_decay": 0.1}),
-    "NAdam decoupled": (optim.NAdam, {"lr": 0.01, "weight_decay": 0.1, "decoupled_weight_decay": True}),
-    "RAdam": (optim.RAdam, {"lr": 0.01, "weight_decay": 0.1}),
-    "RMSprop": (optim.RMSprop, {"lr": 0.01}),
-    "RMSprop centered": (optim.RMSprop, {"lr": 0.01, "centered": True, "momentum": 0.9, "weight_decay": 0.1}),
-    "Rprop": (optim.Rprop, {"lr": 0.01}),
-    "Adagrad": (optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1, "weight_decay": 0.1}),
-    "Adadelta": (optim.Adadelta, {"lr": 1.0, "weight_decay": 0.1}),
-    "ASGD": (optim.ASGD, {"lr": 0.1, "weight_decay": 0.1, "t0": 2}),
-    "Adafactor": (optim.Adafactor, {"lr": 0.1}),
-    "LBFGS": (optim.LBFGS, {"lr": 0.1, "max_iter": 3}),
-    "LBFGS line search": (optim.LBFGS, {"lr": 1.0, "max_iter": 3, "line_search_fn": "strong_wolfe"}),
-    "Muon": (getattr(optim, "Muon", None), {"lr": 0.01}),
+STEPS = 5
+# It takes sparse gradients only, and the device has the strided layout only.
+SPARSE = {"SparseAdam"}
+# What an implementation is asked for by; "capturable" rows bring the flag with them.
+FLAGS = {
+    "for-loop": {"foreach": False},
+    "default": {},
+    "foreach": {"foreach": True},
+    "capturable": {"foreach": False},
+    "capturable foreach": {"foreach": True},
+    "fused": {"fused": True},
+    "differentiable": {"differentiable": True},
+    "state": {},
 }
+Do = Callable[[OptimizerInfo, dict[str, Any], str], list[Any]]
 
 
-def takes(make, name):
-    return make is not None and name in inspect.signature(make).parameters
-
-
-def model_on(device, matrices=False):
+def model_for(info: OptimizerInfo, place: str) -> nn.Module:
+    """Return the same small model in each place."""
     torch.manual_seed(3)
-    layers = [nn.Linear(4, 6, bias=not matrices), nn.Tanh(), nn.Linear(6, 3, bias=not matrices)]
-    return nn.Sequential(*layers).to(device)
+    bias = info.name != "Muon"  # it takes nothing but matrices
+    model = nn.Sequential(nn.Linear(4, 6, bias=bias), nn.Tanh(), nn.Linear(6, 3, bias=bias))
+    model = nn.Linear(4, 3) if is_chaotic(info) else model
+    return model.to("cpu" if place == "wide" else place, torch.float64 if place == "wide" else torch.float32)
 
 
-def batches(device, steps, dtype=torch.float32):
-    g = torch.Generator().manual_seed(5)
-    make = [(torch.randn(8, 4, generator=g), torch.randn(8, 3, generator=g)) for _ in range(steps)]
-    return [(x.to(device, dtype), y.to(device, dtype)) for x, y in make]
+def is_chaotic(info: OptimizerInfo) -> bool:
+    """Return whether an optimizer magnifies a rounding beyond any bound unless the problem is convex."""
+    return info.name == "LBFGS"
 
 
-def train(model, optimizer, steps=5, schedule=None, skip=0):
-    device = next(model.parameters()).device
-    for x, y in batches(device, skip + steps)[skip:]:
+def batch(step: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the inputs and targets of one step."""
+    g = torch.Generator().manual_seed(step)
+    x, y = torch.randn(8, 4, generator=g), torch.randn(8, 3, generator=g)
+    return x.to(like.device, like.dtype), y.to(like.device, like.dtype)
 
-        def closure(x=x, y=y):
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """Run some steps of training."""
+    for step in steps:
+        x, y = batch(step, next(model.parameters()))
+
+        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
             optimizer.zero_grad()
             loss = ((model(x) - y) ** 2).mean()
             loss.backward()
             return loss
 
         optimizer.step(closure)
-        if schedule is not None:
-            schedule.step()
 
 
-def same(model, other):
-    for (name, got), want in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
-        assert got.device.type == "jax"
-        torch.testing.assert_close(got.cpu(), want, msg=lambda m, name=name: f"{name}: {m}")
+def outcome(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return the parameters and the tensors of the state, counters apart: forms keep those differently."""
+    state = optimizer.state_dict()["state"]
+    kept = [v for row in state.values() for name, v in row.items() if torch.is_tensor(v) and v.ndim]
+    return leaves([[p.detach() for p in model.parameters()], kept])
 
 
-def pair(name, **options):
-    """The same model and optimizer on the CPU, done by its plain loop, and on the device."""
-    make, given = OPTIMIZERS[name]
-    if make is None:
-        pytest.skip("this torch has no Muon")
-    plain = {"foreach": False} if takes(make, "foreach") else {}
-    cpu, here = model_on("cpu", name == "Muon"), model_on("jax", name == "Muon")
-    return (cpu, make(cpu.parameters(), **given, **plain)), (
-        here,
-        make(here.parameters(), **given, **options),
-    )
+def trained(info: OptimizerInfo, options: dict[str, Any], place: str) -> list[Any]:
+    """Return what five steps lead to."""
+    model = model_for(info, place)
+    optimizer = info.optim_cls(model.parameters(), **copy.deepcopy(options))
+    train(model, optimizer, range(STEPS))
+    return outcome(model, optimizer)
 
 
-def same_state(optimizer, other):
-    """Moments, sums and steps agree, not only the parameters they lead to."""
-    found, wanted = optimizer.state_dict()["state"], other.state_dict()["state"]
-    assert found.keys() == wanted.keys()
-    for index, state in wanted.items():
-        for name, want in state.items():
-            if isinstance(want, torch.Tensor):
-                got = found[index][name]
-                # Some forms keep a counter in a tensor where another keeps it in a number.
-                torch.testing.assert_close(torch.as_tensor(got).cpu(), want, check_dtype=False, msg=name)
-
-
-@pytest.mark.parametrize("foreach", [False, True], ids=["loop", "foreach"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_steps_agree_with_the_cpu(name, foreach):
-    if foreach and not takes(OPTIMIZERS[name][0], "foreach"):
-        pytest.skip("it has no foreach form")
-    options = {"foreach": foreach} if takes(OPTIMIZERS[name][0], "foreach") else {}
-    on_cpu, here = pair(name, **options)
-    train(*on_cpu)
-    train(*here)
-    same(here[0], on_cpu[0])
-    same_state(here[1], on_cpu[1])
-
-
-def test_foreach_is_what_torch_picks():
-    from torch.optim.optimizer import _default_to_fused_or_foreach
-
-    params = list(model_on("jax").parameters())
-    assert _default_to_fused_or_foreach(params, differentiable=False) == (False, True)
-
-
-@pytest.mark.parametrize("name", [n for n, (make, _) in OPTIMIZERS.items() if takes(make, "capturable")])
-@pytest.mark.parametrize("foreach", [False, True], ids=["loop", "foreach"])
-def test_capturable(name, foreach):
-    on_cpu, here = pair(name, foreach=foreach, capturable=True)
-    train(*on_cpu)
-    train(*here)
-    same(here[0], on_cpu[0])
-    same_state(here[1], on_cpu[1])
-
-
-@pytest.mark.parametrize("name", [n for n, (make, _) in OPTIMIZERS.items() if takes(make, "fused")])
-def test_fused(name):
-    on_cpu, here = pair(name, fused=True)
-    train(*on_cpu)
-    train(*here)
-    same(here[0], on_cpu[0])
-    same_state(here[1], on_cpu[1])
-
-
-@pytest.mark.parametrize("name", ["SGD", "Adam", "RMSprop"])
-def test_differentiable(name):
-    make, given = OPTIMIZERS[name]
-
-    def gradient(device):
-        start = torch.full((3,), 0.5, device=device, requires_grad=True)
-        weight = start.clone()
-        weight.grad = torch.linspace(1, 2, 3, device=device) * start
-        make([weight], **given, differentiable=True).step()
-        (weight**2).sum().backward()
-        return start.grad.cpu()
-
-    torch.testing.assert_close(gradient("jax"), gradient("cpu"))
-
-
-@pytest.mark.parametrize("name", [n for n in OPTIMIZERS if "LBFGS" not in n])
-def test_state_survives_a_round_trip(name):
-    on_cpu, (model, optimizer) = pair(name)
-    train(*on_cpu, steps=4)
-    train(model, optimizer, steps=2)
-    make, given = OPTIMIZERS[name]
-    weights = {k: v.clone() for k, v in model.state_dict().items()}
-    state = copy.deepcopy(optimizer.state_dict())
-    fresh = model_on("jax", name == "Muon")
-    fresh.load_state_dict(weights)
-    resumed = make(fresh.parameters(), **given)
-    resumed.load_state_dict(state)
-    train(fresh, resumed, steps=2, skip=2)
-    same(fresh, on_cpu[0])
-
-
-def test_state_loads_from_the_cpu():
-    (cpu, optimizer), (here, other) = pair("Adam")
-    train(cpu, optimizer, steps=2)
-    here.load_state_dict(cpu.state_dict())
+def resumed(info: OptimizerInfo, options: dict[str, Any], place: str) -> list[Any]:
+    """Return what five steps lead to when model and optimizer are saved and loaded after the second."""
+    first, second = (model_for(info, place) for _ in range(2))
+    optimizer = info.optim_cls(first.parameters(), **copy.deepcopy(options))
+    train(first, optimizer, range(2))
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    other = info.optim_cls(second.parameters(), **copy.deepcopy(options))
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    train(cpu, optimizer, steps=2, skip=2)
-    train(here, other, steps=2, skip=2)
-    same(here, cpu)
+    train(second, other, range(2, STEPS))
+    return outcome(second, other)
 
 
-@pytest.mark.parametrize("form", ["loop", "foreach", "fused"])
-@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD momentum", "Adagrad", "RMSprop", "NAdam", "RAdam"])
-def test_a_changing_learning_rate_compiles_nothing(name, form):
-    make, given = OPTIMIZERS[name]
-    if form == "fused" and not takes(make, "fused"):
-        pytest.skip("it has no fused form")
-    model = model_on("jax")
-    optimizer = make(
-        model.parameters(),
-        **given,
-        **({"fused": True} if form == "fused" else {"foreach": form == "foreach"}),
-    )
-    x, y = batches("jax", 1)[0]
-    before = 0
-    for step in range(100):
-        if step == 10 if name == "RAdam" else step == 2:
-            before = counters.counts["compilations"]  # RAdam has another formula from its sixth step on
-        optimizer.param_groups[0]["lr"] = 0.01 / (step + 1)
-        optimizer.zero_grad()
-        ((model(x) - y) ** 2).mean().backward()
+def differentiated(info: OptimizerInfo, options: dict[str, Any], place: str) -> list[Any]:
+    """Return the gradient of where two steps lead by where they start."""
+    like = next(model_for(info, place).parameters())
+    start = torch.linspace(0.5, 1, 3, dtype=like.dtype, device=like.device).requires_grad_()
+    weight = start.clone()
+    optimizer = info.optim_cls([weight], **copy.deepcopy(options))
+    for step in range(2):
+        weight.grad = torch.linspace(1, 2 + step, 3, device=like.device, dtype=like.dtype) * start
         optimizer.step()
-    assert counters.counts["compilations"] == before
+    (weight**2).sum().backward()
+    return leaves([start.grad])
 
 
-@pytest.mark.parametrize("norm", [1.0, 2.0, float("inf")])
-@pytest.mark.parametrize("foreach", [False, True])
-def test_clip_grad_norm(norm, foreach):
-    def clipped(device):
-        model = model_on(device)
-        x, y = batches(device, 1)[0]
-        ((model(x) - y) ** 2).mean().backward()
-        total = nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm, foreach=foreach)
-        return [total.cpu(), *[p.grad.cpu() for p in model.parameters()]]
-
-    torch.testing.assert_close(clipped("jax"), clipped("cpu"))
+DOES: dict[str, Do] = {"state": resumed, "differentiable": differentiated}
 
 
-@pytest.mark.parametrize("foreach", [False, True])
-def test_clip_grad_value(foreach):
-    def clipped(device):
-        model = model_on(device)
-        x, y = batches(device, 1)[0]
-        ((model(x) - y) ** 2).mean().backward()
-        nn.utils.clip_grad_value_(model.parameters(), 0.05, foreach=foreach)
-        return [p.grad.cpu() for p in model.parameters()]
-
-    torch.testing.assert_close(clipped("jax"), clipped("cpu"))
+def kinds(info: OptimizerInfo) -> Iterator[str]:
+    """Yield the implementations an optimizer has, and the round trip of its state."""
+    has = info.supported_impls
+    yield from ("for-loop", "foreach") if "foreach" in has else ("default",)
+    if info.has_capturable_arg:
+        yield from ("capturable", "capturable foreach")
+    yield from (impl for impl in ("differentiable", "fused") if impl in has)
+    yield "state"
 
 
-AVERAGES = {
-    "swa": lambda: {},
-    "ema": lambda: {"multi_avg_fn": optim.swa_utils.get_ema_multi_avg_fn(0.9)},
-    "ema loop": lambda: {"avg_fn": optim.swa_utils.get_ema_avg_fn(0.9)},
-}
+def rows(info: OptimizerInfo, kind: str) -> list[dict[str, Any]]:
+    """Return the options of every configuration an implementation is run with."""
+    # torch lists what needs an accelerator for "cuda" only.
+    given = [row.kwargs for row in info.optim_inputs_func("cuda")]
+    capturable = kind.startswith("capturable")
+    return [row for row in given if bool(row.get("capturable")) == capturable]
 
 
-@pytest.mark.parametrize("kind", AVERAGES)
-def test_averaged_models(kind):
-    def averaged(device):
-        model = model_on(device)
-        average = optim.swa_utils.AveragedModel(model, **AVERAGES[kind]())
-        optimizer = optim.SGD(model.parameters(), lr=0.5)
-        for step in range(4):
-            train(model, optimizer, steps=1, skip=step)
-            average.update_parameters(model)
-        return [p.detach().cpu() for p in average.parameters()], average.n_averaged.item()
-
-    torch.testing.assert_close(averaged("jax"), averaged("cpu"))
+def parameters() -> Iterator[Any]:
+    """Yield the tests: of each optimizer's about half are not slow."""
+    for place, info in enumerate(o for o in optim_db if o.name not in SPARSE):
+        for turn, kind in enumerate(kinds(info)):
+            entry = Entry("optim_db", info.name, kind, "float32")
+            marks = [] if (place + turn) % 2 == 0 else [pytest.mark.slow]
+            yield pytest.param(info, entry, id=str(entry), marks=marks)
 
 
-SCHEDULES = {
-    "StepLR": lambda o: optim.lr_scheduler.StepLR(o, 2, 0.5),
-    "CosineAnnealingLR": lambda o: optim.lr_scheduler.CosineAnnealingLR(o, 10),
-    "OneCycleLR": lambda o: optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=10),
-    "LambdaLR": lambda o: optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (step + 1)),
-    "ExponentialLR": lambda o: optim.lr_scheduler.ExponentialLR(o, 0.9),
-}
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_schedules(name):
-    on_cpu, here = pair("SGD momentum")
-    train(*on_cpu, schedule=SCHEDULES[name](on_cpu[1]))
-    train(*here, schedule=SCHEDULES[name](here[1]))
-    same(here[0], on_cpu[0])
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_learning_rate_in_a_tensor(fused):
-    options = {"fused": True} if fused else {"capturable": True, "foreach": True}
-    cpu, here = model_on("cpu"), model_on("jax")
-    train(cpu, optim.Adam(cpu.parameters(), lr=0.01, foreach=False))
-    train(here, optim.Adam(here.parameters(), lr=torch.tensor(0.01), **options))
-    same(here, cpu)
-
-
-@pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
-@pytest.mark.parametrize("name", ["SGD momentum", "Adam", "AdamW"])
-def test_grad_scaler(name, fused):
-    make, given = OPTIMIZERS[name]
-
-    def scaled(device, **options):
-        model = model_on(device)
-        optimizer = make(model.parameters(), **given, **options)
-        scaler = torch.amp.GradScaler(device, init_scale=2.0**10, growth_interval=2)
-        scales = []
-        for step, (x, y) in enumerate(batches(device, 6)):
-            optimizer.zero_grad()
-            loss = ((model(x) - y) ** 2).mean() * (float("inf") if step == 3 else 1.0)
-            scaler.scale(loss).backward()
-            if not options:
-                scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-            scales.append(scaler.get_scale())
-        return model, scales
-
-    options = {"fused": True} if fused else {}
+@pytest.mark.parametrize(("info", "entry"), parameters())
+def test_optimizer(info: OptimizerInfo, entry: Entry, record_property: Any, on_cpu: None) -> None:
+    verdict = Verdict(entry)
+    do = DOES.get(entry.kind, trained)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        (here, scales), (cpu, want) = scaled("jax", **options), scaled("cpu", **options)
-    assert scales == want
-    assert want[3] == want[2] / 2
-    same(here, cpu)
+        warnings.simplefilter("ignore")
+        for number, row in enumerate(rows(info, entry.kind)):
 
+            def at(place: str, row: dict[str, Any] = row) -> list[Any]:
+                options = {**row, **FLAGS[entry.kind]}
+                if (
+                    "capturable" in row and place != "jax"
+                ):  # the CPU cannot be captured: its plain loop will do
+                    options |= {"capturable": False, "foreach": False}
+                return do(info, options, place)
 
-def test_update_scale_never_overflows():
-    for device in ("cpu", "jax"):
-        scale, tracker = torch.tensor(3e38, device=device), torch.tensor(1, dtype=torch.int32, device=device)
-        torch._amp_update_scale_(scale, tracker, torch.tensor(0.0, device=device), 2.0, 0.5, 2)
-        assert scale.item() == torch.tensor(3e38).item()
-        assert tracker.item() == 0
-
-
-def test_foreach_copies_between_devices():
-    here = [torch.zeros(3, device="jax"), torch.zeros(2, 2, device="jax")]
-    there = [torch.arange(3.0), torch.ones(2, 2)]
-    torch._foreach_copy_(here, there)
-    assert here[0].tolist() == [0.0, 1.0, 2.0]
-    torch._foreach_mul_(here, 2)
-    torch._foreach_copy_(there, here)
-    assert there[0].tolist() == [0.0, 2.0, 4.0]
-    assert there[1].sum().item() == 8
-
-
-def test_foreach_takes_numbers_from_a_tensor():
-    a, b = [torch.ones(2, device="jax"), torch.ones(3, device="jax")], torch.tensor([2.0, 3.0])
-    torch._foreach_addcmul_(a, a, a, b)
-    assert [t.tolist() for t in a] == [[3.0] * 2, [4.0] * 3]
-    with pytest.raises(RuntimeError, match="on CPU"):
-        torch._foreach_addcdiv_(a, a, a, b.to("jax"))
-
-
-def test_foreach_writes_views_that_share_a_storage():
-    base = torch.zeros(4, 3, device="jax")
-    rows = list(base.unbind(0))
-    torch._foreach_add_(rows, [1.0, 2.0, 3.0, 4.0])
-    torch._foreach_mul_(rows, rows)
-    assert base.tolist() == [[k * k] * 3 for k in (1.0, 2.0, 3.0, 4.0)]
+            Trial(at).run(verdict, number)
+    judge(verdict, record_property)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import torch
 from torch import Tensor
 
 from isthmus._device import checks, decompose, fallback, inference, writes
@@ -150,6 +151,8 @@ class _Builder:
         """Return the function that gives a list of results the structure torch returns."""
         result = self.result
         if not self.inferred:
+            if isinstance(self.op._schema.returns[0].type, torch.ListType):
+                return list  # even of one tensor
             return _only if len(self.op._schema.returns) == 1 and len(self.fresh) == 1 else tuple
         if isinstance(result, list):
             return list

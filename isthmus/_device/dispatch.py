@@ -18,7 +18,7 @@ from isthmus._device.entry import make_entry
 from isthmus._device.sized import SizedKernel
 from isthmus._graph.schema import functional_of, schema_of
 from isthmus._ops import families  # noqa: F401  # importing it files every lowering
-from isthmus._ops.registry import registry
+from isthmus._ops.registry import lowering_of
 from isthmus._runtime import private
 
 _building = threading.RLock()
@@ -31,7 +31,7 @@ class Kernel:
     def __init__(self, op: OpOverload) -> None:
         self.op, self.schema = op, schema_of(op)
         self.functional = functional_of(op) or op
-        self.lowering = lowering = registry.get(self.functional)
+        self.lowering = lowering = lowering_of(self.functional)
         self.plans: dict[tuple[Any, ...], Plan] = {}
         tensors = {a.name for a in self.schema.arguments if a.kind in ("tensor", "tensors")}
         # A decomposition and the CPU need numbers as they are, so without a lowering they are static.
@@ -63,7 +63,7 @@ def kernel_for(op: OpOverload) -> Callable[..., Any]:
     """Return the function that runs ``op`` by its lowering or a lower tier."""
     found = _kernels.get(op)
     if found is None:
-        lowering = registry.get(functional_of(op) or op)
+        lowering = lowering_of(functional_of(op) or op)
         sized = lowering is not None and lowering.size is not None
         found = _kernels.setdefault(op, SizedKernel(op) if sized else Kernel(op))
     return found.entry

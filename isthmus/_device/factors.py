@@ -1,7 +1,7 @@
-"""Determinants keep LU factors for their gradient: of the transpose where the matrix is contiguous.
+"""Factorizations whose results depend on what a lowering does not see: strides, and the size a rank decides.
 
-torch's formulas look at the strides of the matrix to know which of the two was factored, and a lowering does
-not see strides, so the choice is made here.
+Determinants keep LU factors for their gradient: of the transpose where the matrix is contiguous. torch's
+formulas look at the strides of the matrix to know which of the two was factored, so the choice is made here.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from isthmus._device.conjugate import resolving
 from isthmus._device.dispatch import kernel_for
 
 _aten = torch.ops.aten
-_det, _slogdet = (
-    resolving(op, kernel_for(op)) for op in (_aten._linalg_det.default, _aten._linalg_slogdet.default)
+_det, _slogdet, _lstsq = (
+    resolving(op, kernel_for(op))
+    for op in (_aten._linalg_det.default, _aten._linalg_slogdet.default, _aten.linalg_lstsq.default)
 )
 
 
@@ -35,7 +36,43 @@ def linalg_slogdet(A: Tensor) -> Any:
     return _slogdet(A.mT if _transposes(A) else A)
 
 
+def _tall(A: Tensor, b: Tensor, driver: str | None) -> bool:
+    """Return whether this is a sound call whose residuals are there only if the matrix has full rank."""
+    fits = 0 <= A.dim() - b.dim() <= 1 and A.dtype == b.dtype and (A.is_floating_point() or A.is_complex())
+    return driver in ("gelsd", "gelss") and A.dim() >= 2 and fits and A.size(-2) > A.size(-1)
+
+
+def linalg_lstsq(A: Tensor, b: Tensor, rcond: float | None = None, *, driver: str | None = None) -> Any:
+    """Solve least squares; of a tall matrix ``gelsd`` and ``gelss`` give residuals unless its rank is too small."""
+    if not _tall(A, b, driver):
+        return _lstsq(A, b, rcond, driver=driver)
+    target = b.unsqueeze(-1) if A.dim() > b.dim() else b
+    # R has the solutions and the singular values of the whole matrix, which sets the tolerance.
+    tolerance = torch.finfo(A.dtype).eps * A.size(-2) if rcond is None else rcond
+    Q, R = torch.linalg.qr(A)
+    solution, _, rank, values = _lstsq(R, Q.mH @ target, tolerance, driver=driver)
+    if (rank == A.size(-1)).all():
+        residuals = (target - A @ solution).abs().square().sum(-2)
+    else:
+        residuals = torch.empty(0, dtype=values.dtype, device=A.device)
+    return solution.squeeze(-1) if target is not b else solution, residuals, rank, values
+
+
+def linalg_lstsq_out(
+    A: Tensor, b: Tensor, rcond: float | None = None, *, driver: str | None = None, **targets: Tensor
+) -> Any:
+    """Solve least squares into ``solution``, ``residuals``, ``rank`` and ``singular_values``."""
+    found = linalg_lstsq(A, b, rcond, driver=driver)
+    for target, value in zip(targets.values(), found, strict=True):
+        if target.shape != value.shape:
+            target.resize_(value.shape)
+        target.copy_(value)
+    return tuple(targets.values())
+
+
 KERNELS = {
     "_linalg_det": linalg_det,
     "_linalg_slogdet": linalg_slogdet,
+    "linalg_lstsq": linalg_lstsq,
+    "linalg_lstsq.out": linalg_lstsq_out,
 }

@@ -15,6 +15,7 @@ from isthmus._device import (
     factories,
     factors,
     lists,
+    margins,
     masks,
     random_factories,
     rnn,
@@ -40,6 +41,7 @@ _own = {
     **masks.KERNELS,
     **transfer.KERNELS,
     **lists.KERNELS,
+    **margins.KERNELS,
     **random_factories.KERNELS,
 }
 

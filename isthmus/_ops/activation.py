@@ -143,13 +143,6 @@ def _prelu_backward(grad: Array, x: Array, weight: Array) -> tuple[Array, Array]
     return jnp.where(positive, grad, weight * grad), jnp.where(positive, jnp.zeros_like(grad), x * grad)
 
 
-def _logit(x: Array, eps: float | None) -> Array:
-    if eps is not None:
-        # The lower bound first: torch's order where eps is over one half.
-        x = jnp.where(x < eps, eps, jnp.where(x > 1 - eps, 1 - eps, x))
-    return jnp.log(x / (1 - x))
-
-
 def _logit_backward(grad: Array, x: Array, eps: float | None) -> Array:
     low, outside = (0.0, jnp.nan) if eps is None else (eps, 0.0)
     return jnp.where((x < low) | (x > 1 - low), jnp.full_like(grad, outside), grad / (x * (1 - x)))
@@ -184,7 +177,6 @@ ACTIVATIONS: dict[Any, Callable[..., Any]] = {
     aten._prelu_kernel_backward.default: _prelu_backward,
     aten.sigmoid_backward.default: lambda g, y: g * jnp.conj((1 - y) * y),
     aten.tanh_backward.default: lambda g, y: g * jnp.conj(1 - y * y),
-    aten.logit.default: _logit,
     aten.logit_backward.default: _logit_backward,
 }
 for _op, _fn in ACTIVATIONS.items():

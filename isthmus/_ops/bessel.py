@@ -14,9 +14,11 @@ import jax.numpy as jnp
 import jax.scipy.special as jsp
 import numpy as np
 
-from isthmus._graph.names import aten
+from isthmus._graph.names import Missing, aten
+from isthmus._graph.schema import schema_of
 from isthmus._ops import coefficients as c
-from isthmus._ops.common import INT_TO_FLOAT, elementwise
+from isthmus._ops.common import INT_TO_FLOAT, cast, keyword_signature, promote
+from isthmus._ops.registry import lowering
 from isthmus.errors import Unsupported
 
 Array = Any
@@ -44,15 +46,22 @@ def _ratio(x: Array, numerator: Sequence[float], denominator: Sequence[float]) -
     return polynomial(x, numerator) / polynomial(x, denominator)
 
 
-def single_or_double(fn: Callable[..., Array]) -> Callable[..., Array]:
-    """Return ``fn`` for float32 and float64, the dtypes torch has it in."""
+def full_precision(op: Any, function: Callable[..., Array]) -> None:
+    """File ``function`` for ``op`` in float32 and float64, the dtypes torch has it in."""
+    if isinstance(op, Missing):
+        lowering(op)(function)
+        return
+    names = [argument.name for argument in schema_of(op).arguments]
 
-    def lowered(*operands: Array) -> Array:
-        if operands[0].dtype not in (np.dtype(np.float32), np.dtype(np.float64)):
-            raise Unsupported(f"a special function of {operands[0].dtype}, which torch lacks as well")
-        return fn(*operands)
+    def lowered(**operands: Any) -> Array:
+        _, dtype = promote(*operands.values(), kind=INT_TO_FLOAT)
+        if dtype not in (np.dtype(np.float32), np.dtype(np.float64)):
+            raise Unsupported(f"{op} of {dtype}, which torch refuses as well")
+        return function(*(cast(operands[name], dtype) for name in names))
 
-    return lowered
+    lowered.__doc__ = function.__doc__
+    lowered.__signature__ = keyword_signature(names)  # type: ignore[attr-defined]
+    lowering(op)(lowered)
 
 
 def _series(first: int) -> list[float]:
@@ -195,4 +204,4 @@ for _op, _fn in {
     aten.special_spherical_bessel_j0.default: _spherical_bessel_j0,
     aten.special_erfcx.default: erfcx,
 }.items():
-    elementwise(_op, single_or_double(_fn), promote_as=INT_TO_FLOAT)
+    full_precision(_op, _fn)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -122,15 +123,25 @@ def _clamp(x: Array, low: Any = None, high: Any = None) -> Array:
     return x if high is None else jnp.minimum(x, high)
 
 
-def _real(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``fn`` for real numbers only: of complex logarithms, torch may choose another branch."""
+def _logaddexp(a: Array, b: Array) -> Array:
+    """The logarithm of a sum of exponentials; of complex ones about the larger real part, torch's branch."""
+    if not jnp.iscomplexobj(a):
+        return jnp.logaddexp(a, b)
+    a, b = jnp.broadcast_arrays(a, b)
+    ordered = a.real < b.real
+    low, high = jnp.where(ordered, a, b), jnp.where(ordered, b, a)
+    lost = jnp.isneginf(low.real - high.real)  # whatever the angle, which may be infinite
+    found = jnp.where(lost, high, jnp.log1p(jnp.exp(low - high)) + high)
+    both = jnp.isinf(low.real) & (low.real == high.real)
+    at_infinity = jnp.where(low.real < 0, low, jnp.log(jnp.exp(low) + jnp.exp(high)))
+    nan = jnp.full_like(found, complex(math.nan, math.nan))
+    return jnp.where(jnp.isnan(a) | jnp.isnan(b), nan, jnp.where(both, at_infinity, found))
 
-    def lowered(*operands: Array) -> Array:
-        if jnp.issubdtype(operands[0].dtype, jnp.complexfloating):
-            raise Unsupported("complex numbers")
-        return fn(*operands)
 
-    return lowered
+def _logaddexp2(a: Array, b: Array) -> Array:
+    if jnp.iscomplexobj(a):
+        raise Unsupported("logaddexp2 of complex numbers, which torch refuses as well")
+    return jnp.logaddexp2(a, b)
 
 
 SAME: dict[Any, Callable[..., Any]] = {
@@ -164,15 +175,16 @@ SAME: dict[Any, Callable[..., Any]] = {
     aten.gcd.default: jnp.gcd,
     aten.lcm.default: jnp.lcm,
     aten.hypot.default: jnp.hypot,
-    aten.copysign.Tensor: jnp.copysign,
     aten.nextafter.default: jnp.nextafter,
 }
 FLOATING: dict[Any, Callable[..., Any]] = {
     aten.div.Tensor: jnp.true_divide,
     aten.div.Scalar: jnp.true_divide,
     aten.atan2.default: jnp.arctan2,
-    aten.logaddexp.default: _real(jnp.logaddexp),
-    aten.logaddexp2.default: _real(jnp.logaddexp2),
+    aten.copysign.Tensor: jnp.copysign,
+    aten.copysign.Scalar: jnp.copysign,
+    aten.logaddexp.default: _logaddexp,
+    aten.logaddexp2.default: _logaddexp2,
 }
 COMPARISONS = {
     "eq": jnp.equal,

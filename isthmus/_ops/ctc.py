@@ -98,6 +98,8 @@ def _ends(width: int, lengths: Array) -> tuple[Array, Array]:
 def _check(log_probs: Array) -> None:
     if log_probs.dtype not in (np.float32, np.float64):
         raise Unsupported(f"torch has no such loss in {log_probs.dtype}")
+    if not log_probs.size:
+        raise Unsupported("torch refuses log probabilities of nothing")
 
 
 def _forward(
@@ -105,15 +107,12 @@ def _forward(
 ) -> tuple[Array, Array]:
     """Return each sequence's loss and its alphas, for targets at most ``width`` long."""
     _check(log_probs)
-    count, batch, _ = log_probs.shape
     # With no time there is one alignment, that of no targets.
     timeless = jnp.where(lengths == 0, jnp.zeros((), log_probs.dtype), jnp.inf)
-    if not count or not batch:
-        return timeless, jnp.zeros((batch, count, 2 * width + 1), log_probs.dtype)
     states = _states(targets, lengths, width, blank)
     within, last = _ends(width, lengths)
     alphas = _alphas(_emissions(log_probs, states), _skips(states), within)
-    final = jnp.take_along_axis(alphas, jnp.clip(times - 1, 0, count - 1)[None, :, None], 0)[0]
+    final = jnp.take_along_axis(alphas, jnp.maximum(times - 1, 0)[None, :, None], 0)[0]
     loss = -jax.nn.logsumexp(jnp.where(last, final, -jnp.inf), axis=1)
     return jnp.where(times == 0, timeless, loss), alphas.transpose(1, 0, 2)
 
@@ -131,8 +130,6 @@ def _backward(
 ) -> Array:
     """Return the gradient for the log probabilities: what a class has, less what the alignments give it."""
     _check(log_probs)
-    if not log_probs.size:
-        return jnp.zeros(log_probs.shape, log_probs.dtype)
     width = (log_alpha.shape[2] - 1) // 2
     states = _states(targets, lengths, width, blank)
     within, last = _ends(width, lengths)

@@ -115,7 +115,9 @@ def unsafe_masked_index_put_accumulate(self: Array, mask: Array, indices: list[A
     if not self.size:
         return self
     kept = jnp.where(mask, values, jnp.zeros((), values.dtype))
-    return self.at[_clamped(self, indices)].add(kept)
+    place = self.at[_clamped(self, indices)]
+    # The sum of bools is whether any holds.
+    return place.max(kept) if self.dtype == jnp.bool_ else place.add(kept)
 
 
 def _clamped(x: Array, indices: list[Any]) -> tuple[Any, ...]:

@@ -18,6 +18,7 @@ from isthmus._ops.linalg import check_dtype, check_unchecked
 from isthmus._ops.registry import lowering
 
 Array = Any
+Conjugate = Callable[[Array], Array]
 _ALPHA = (1 + np.sqrt(17)) / 8
 
 
@@ -45,7 +46,6 @@ def _choose(matrix: Array, k: Array) -> tuple[Array, Array, Array]:
     """Return the row to exchange, whether two rows are the pivot, and whether the column is all zero."""
     rows = jnp.arange(matrix.shape[0])
     sizes = _size(matrix)
-    diagonal = jnp.abs(jnp.diagonal(matrix).real) if matrix.shape[0] else rows
     column = jnp.where(rows > k, sizes[:, k], -1)
     largest = jnp.argmax(column)
     here, below = sizes[k, k], jnp.maximum(column[largest], 0)
@@ -53,34 +53,25 @@ def _choose(matrix: Array, k: Array) -> tuple[Array, Array, Array]:
     stay = (here >= _ALPHA * below) | (here >= _ALPHA * below * (below / across))
     alone = sizes[largest, largest] >= _ALPHA * across
     zero = (jnp.maximum(here, below) == 0) | jnp.isnan(here)
-    del diagonal
     row = jnp.where(zero | stay, k, largest)
     return row, ~(zero | stay | alone), zero
 
 
-def _columns(matrix: Array, k: Array, two: Array, zero: Array, conjugate: Callable[[Array], Array]) -> Any:
+def _columns(matrix: Array, k: Array, two: Array, zero: Array, conjugate: Conjugate) -> tuple[Array, ...]:
     """Return the multipliers of one or two columns, and what they take off the rest of the matrix."""
     rows = jnp.arange(matrix.shape[0])
     first, second = matrix[:, k], matrix[:, k + 1]
-    rest = rows > k
-    pivot = jnp.where(zero, 1, matrix[k, k])
-    one_by_one = jnp.where(rest, first / pivot, 0)
-    one_by_one = jnp.where(zero, 0, one_by_one)
     a, b, c = matrix[k, k], matrix[k + 1, k], matrix[k + 1, k + 1]
-    determinant = a * c - b * conjugate(b)
-    determinant = jnp.where(two, determinant, 1)
-    beyond = rows > k + 1
-    left = jnp.where(beyond, (first * c - second * b) / determinant, 0)
-    right = jnp.where(beyond, (second * a - first * conjugate(b)) / determinant, 0)
-    taken = jnp.where(
-        two,
-        jnp.outer(left, conjugate(first)) + jnp.outer(right, conjugate(second)),
-        jnp.outer(one_by_one, conjugate(first)),
-    )
-    return jnp.where(two, left, one_by_one), right, taken
+    single = jnp.where(rows > k, first / jnp.where(zero, 1, a), 0)
+    determinant = jnp.where(two, a * c - b * conjugate(b), 1)
+    left = jnp.where(rows > k + 1, (first * c - second * b) / determinant, 0)
+    right = jnp.where(rows > k + 1, (second * a - first * conjugate(b)) / determinant, 0)
+    of_one = jnp.where(zero, 0, jnp.outer(single, conjugate(first)))
+    of_two = jnp.outer(left, conjugate(first)) + jnp.outer(right, conjugate(second))
+    return jnp.where(two, left, single), right, jnp.where(two, of_two, of_one)
 
 
-def _step(state: _State, conjugate: Callable[[Array], Array]) -> _State:
+def _step(state: _State, conjugate: Conjugate) -> _State:
     """Take one pivot of one or two rows off the matrix, which has one row and column of padding."""
     matrix, packed, pivots, info, k = state
     size = pivots.shape[0]
@@ -96,6 +87,8 @@ def _step(state: _State, conjugate: Callable[[Array], Array]) -> _State:
     packed = packed.at[:, k + 1].set(jnp.where(two, right, packed[:, k + 1]))
     remains = rows > target
     matrix = jnp.where(remains[:, None] & remains[None, :], exchanged - taken, exchanged)
+    if conjugate is jnp.conj:  # rounding leaves the diagonal not quite real
+        matrix = jnp.where(jnp.eye(matrix.shape[0], dtype=bool), matrix.real, matrix)
     entry = jnp.where(two, -(row + 1), row + 1).astype(pivots.dtype)
     pivots = pivots.at[k].set(entry)
     pivots = jnp.where(two & (jnp.arange(size) == k + 1), entry, pivots)
@@ -104,15 +97,14 @@ def _step(state: _State, conjugate: Callable[[Array], Array]) -> _State:
 
 
 def _factor(x: Array, hermitian: bool) -> tuple[Array, Array, Array]:
-    conjugate = jnp.conj if hermitian else (lambda value: value)
+    conjugate: Conjugate = jnp.conj if hermitian else lambda value: value
     size = x.shape[-1]
-    lower = jnp.tril(x)
     strict = jnp.tril(x, -1)
     diagonal = jnp.diagonal(x).real if hermitian else jnp.diagonal(x)
     full = strict + conjugate(strict.T) + jnp.diag(diagonal).astype(x.dtype)
     start = _State(
         jnp.pad(full, (0, 1)),
-        jnp.pad(lower, (0, 1)) * 0,
+        jnp.zeros((size + 1, size + 1), x.dtype),
         jnp.zeros(size, jnp.int32),
         jnp.zeros((), jnp.int32),
         jnp.zeros((), jnp.int32),
@@ -150,7 +142,7 @@ def _starts(pivots: Array) -> Array:
 
 
 def _solve(packed: Array, pivots: Array, b: Array, hermitian: bool) -> Array:
-    conjugate = jnp.conj if hermitian else (lambda value: value)
+    conjugate: Conjugate = jnp.conj if hermitian else lambda value: value
     size = pivots.shape[0]
     rows = jnp.arange(size)
     begins = _starts(pivots)
@@ -180,7 +172,7 @@ def _solve(packed: Array, pivots: Array, b: Array, hermitian: bool) -> Array:
     return jax.lax.fori_loop(0, size, backward, x)
 
 
-def _divide(packed: Array, x: Array, begins: Array, ends: Array, conjugate: Any) -> Array:
+def _divide(packed: Array, x: Array, begins: Array, ends: Array, conjugate: Conjugate) -> Array:
     """Solve with the pivots, of one row and of two."""
     diagonal = jnp.diagonal(packed)[:, None]
     under = jnp.diagonal(jnp.roll(packed, -1, 0))[:, None]  # the entry below each diagonal one
@@ -207,4 +199,5 @@ def linalg_ldl_solve(LD: Array, pivots: Array, B: Array, *, hermitian: bool = Fa
         return B
     LD = jnp.broadcast_to(LD, batch + LD.shape[-2:])
     pivots = jnp.broadcast_to(pivots, batch + pivots.shape[-1:]).astype(jnp.int32)
-    return _batched(lambda *given: _solve(*given, hermitian), len(batch))(LD, pivots, B)
+    solve = _batched(lambda a, p, b: _solve(a, p, b, hermitian), len(batch))
+    return solve(LD, pivots, B)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import torch
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import accumulation_dtype, cast, keyword_signature
+from isthmus._ops.common import accumulation_dtype, cast, keyword_signature, promote
 from isthmus._ops.registry import lowering
 
 Array = Any
@@ -90,6 +90,17 @@ _plus(aten.addmm.default, ("mat1", "mat2"))
 _plus(aten.baddbmm.default, ("batch1", "batch2"))
 _plus(aten.addbmm.default, ("batch1", "batch2"))
 _plus(aten.addmv.default, ("mat", "vec"))
+
+
+@lowering(aten.addr.default)
+def addr(self: Array, vec1: Array, vec2: Array, beta: Any = 1, alpha: Any = 1) -> Array:
+    """beta * self + alpha * (vec1 outer vec2), rounded once."""
+    wide, dtype = promote(self, vec1, vec2)
+    found = cast(alpha, wide) * cast(vec1, wide)[:, None] * cast(vec2, wide)[None, :]
+    factor = cast(beta, wide)
+    # A zero beta ignores the base altogether, nan and infinity in it included.
+    scaled = jnp.where(factor == 0, jnp.zeros((), wide), factor * cast(self, wide))
+    return cast(scaled + found, dtype)
 
 
 @lowering(aten.linear.default, matmul=True)

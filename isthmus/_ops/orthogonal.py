@@ -10,7 +10,7 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from isthmus._graph.names import aten
 from isthmus._ops.checks import require
-from isthmus._ops.linalg import check_dtype, hermitian, nothing
+from isthmus._ops.linalg import adjoint_of, check_dtype, hermitian, nothing
 from isthmus._ops.registry import lowering
 from isthmus.errors import Unsupported
 
@@ -43,6 +43,20 @@ def linalg_householder_product(input: Array, tau: Array) -> Array:
         rows, columns = input.shape[-2:]
         return jnp.broadcast_to(jnp.eye(rows, columns, dtype=input.dtype), input.shape)
     return jax.lax.linalg.householder_product(input, tau)
+
+
+@lowering(aten.ormqr.default)
+def ormqr(self: Array, input2: Array, input3: Array, left: bool = True, transpose: bool = False) -> Array:
+    """Multiply by a product of reflectors, all of its columns, or by its adjoint, from either side."""
+    check_dtype(self, input2, input3)
+    rows, columns = self.shape[-2:]
+    count = input2.shape[-1]
+    if self.dtype != input3.dtype or rows != input3.shape[-2 if left else -1] or count > columns:
+        raise Unsupported("torch says what does not fit")
+    square = jnp.pad(self[..., :count], [(0, 0)] * (self.ndim - 1) + [(0, rows - count)])
+    product = linalg_householder_product(square, input2)
+    product = adjoint_of(product) if transpose else product
+    return jnp.matmul(*((product, input3) if left else (input3, product)), precision="highest")
 
 
 @lowering(aten._linalg_eigh.default)

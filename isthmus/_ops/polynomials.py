@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from isthmus._graph.names import aten
-from isthmus._ops.bessel import single_or_double
-from isthmus._ops.common import INT_TO_FLOAT, elementwise
+from isthmus._ops.bessel import full_precision
 
 Array = Any
 Step = Callable[[Array, Array, Array], Array]
@@ -42,6 +41,11 @@ def _recurrence(first: Array, step: Step, n: Array, wanted: Array) -> Array:
     start = (jnp.ones((), jnp.int64), jnp.ones_like(first), first)
     _, _, last = jax.lax.while_loop(lambda state: jnp.any(left(state)), advance, start)
     return jnp.where(n == 0, jnp.ones_like(first), last)
+
+
+def _divided(total: Array, count: Array) -> Array:
+    """A quotient rounded once: XLA multiplies by the reciprocal of a divisor it knows to be the same everywhere."""
+    return total / jnp.where(jnp.isnan(total), 1, count)
 
 
 def _known(n: Array, found: Array, *cases: tuple[Array, Array]) -> Array:
@@ -111,7 +115,8 @@ def _chebyshev(kind: str, shifted: bool, above: int) -> Callable[[Array, Array],
         y = x + x - 1 if shifted else x
         top, bottom = x == 1, x == (0 if shifted else -1)
         inside = (n > above) & (jnp.abs(y) < 1)
-        angle = jnp.arccos(jnp.clip(y, -1, 1))
+        # The degree multiplies the angle and its error, so it is rounded only once.
+        angle = jnp.arccos(jnp.clip(y, -1, 1).astype(jnp.float64)).astype(y.dtype)
         found = _recurrence(
             _FIRST[kind](y), lambda k, last, before: (y + y) * last - before, n, ~(top | bottom | inside)
         )
@@ -129,9 +134,7 @@ def _hermite_limit(n: Array) -> Array:
 def _hermite_polynomial_h(x: Array, n: Array) -> Array:
     x, n = jnp.broadcast_arrays(x, _degree(n))
     beyond = _hermite_limit(n)
-    found = _recurrence(
-        x + x, lambda k, last, before: (x + x) * last - 2 * k * before, n, ~beyond
-    )
+    found = _recurrence(x + x, lambda k, last, before: (x + x) * last - 2 * k * before, n, ~beyond)
     return _known(n, found, (beyond, jnp.full_like(x, jnp.nan)))
 
 
@@ -146,7 +149,7 @@ def _laguerre_polynomial_l(x: Array, n: Array) -> Array:
     x, n = jnp.broadcast_arrays(x, _degree(n))
 
     def step(k: Array, last: Array, before: Array) -> Array:
-        return ((k + k + (1 - x)) * last - k * before) / (k + 1)
+        return _divided((k + k + (1 - x)) * last - k * before, k + 1)
 
     zero = x == 0
     return _known(n, _recurrence(1 - x, step, n, ~zero), (zero, jnp.ones_like(x)))
@@ -156,7 +159,7 @@ def _legendre_polynomial_p(x: Array, n: Array) -> Array:
     x, n = jnp.broadcast_arrays(x, _degree(n))
 
     def step(k: Array, last: Array, before: Array) -> Array:
-        return ((k + k + 1) * x * last - k * before) / (k + 1)
+        return _divided((k + k + 1) * x * last - k * before, k + 1)
 
     top, bottom = x == 1, x == -1
     found = _recurrence(x, step, n, ~(top | bottom))
@@ -178,4 +181,4 @@ for _packet, _fn in {
     aten.special_legendre_polynomial_p: _legendre_polynomial_p,
 }.items():
     for _overload in ("default", "x_scalar", "n_scalar"):
-        elementwise(getattr(_packet, _overload), single_or_double(_fn), promote_as=INT_TO_FLOAT)
+        full_precision(getattr(_packet, _overload), _fn)

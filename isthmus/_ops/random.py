@@ -259,13 +259,6 @@ def standard_gamma(self: Array, rng: Any) -> Array:
     return jnp.maximum(found, jnp.finfo(self.dtype).tiny)
 
 
-@lowering(aten._standard_gamma_grad.default)
-def standard_gamma_grad(self: Array, output: Array) -> Array:
-    """The derivative of a gamma number by its shape parameter."""
-    wide = accumulation_dtype(self.dtype)
-    return cast(jax.lax.random_gamma_grad(self.astype(wide), output.astype(wide)), self.dtype)
-
-
 @lowering(aten._sample_dirichlet.default, random=True)
 def sample_dirichlet(self: Array, rng: Any) -> Array:
     """Dirichlet numbers along the last dim."""

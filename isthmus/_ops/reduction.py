@@ -295,15 +295,23 @@ def norm_dims_dtype(self: Array, p: Any, dim: Any, keepdim: bool, dtype: Any) ->
 @lowering(aten.logsumexp.default)
 def logsumexp(self: Array, dim: Any, keepdim: bool = False) -> Array:
     """The logarithm of a sum of exponentials, without overflow."""
-    if jnp.iscomplexobj(self):
-        raise Unsupported("logsumexp of complex numbers")
     compute, result = promote(self, kind=INT_TO_FLOAT)
     dims = wrap_dims(dim, self.ndim)
     if any(self.shape[d] == 0 for d in dims):
         sizes = (1 if d in dims else n for d, n in enumerate(self.shape) if keepdim or d not in dims)
         return jnp.full(tuple(sizes), -jnp.inf, result)
+    if jnp.iscomplexobj(self):
+        return _complex_logsumexp(self, dims, keepdim)
     found = jax.scipy.special.logsumexp(cast(self, compute), axis=dims, keepdims=keepdim)
     return cast(found, result)
+
+
+def _complex_logsumexp(x: Array, dims: tuple[int, ...], keepdim: bool) -> Array:
+    """The logarithm about the largest real part, as torch takes it."""
+    largest = jnp.max(x.real, axis=dims, keepdims=True)
+    largest = jnp.where(jnp.isinf(largest), jnp.zeros_like(largest), largest)
+    found = jnp.log(jnp.sum(jnp.exp(x - largest), axis=dims, keepdims=True)) + largest
+    return found if keepdim else jnp.squeeze(found, dims)
 
 
 @lowering(aten.trace.default)

@@ -40,6 +40,8 @@ class Lowering:
 
 registry: dict[OpOverload, Lowering] = {}
 refused: dict[str, str] = {}
+waiting: dict[str, Callable[[OpOverload], Any]] = {}
+"""Lowerings of ops that other libraries define, by the op's name, until its first call."""
 on_register: list[Callable[[Lowering], None]] = []
 """Called with each new lowering; the device hangs its kernels here."""
 
@@ -84,6 +86,30 @@ def lowering(
         return function
 
     return file
+
+
+def lowering_when_defined(name: str, **options: Any) -> Callable[[Function], Function]:
+    """File the decorated function as the lowering of an op of another library, once that library defines it.
+
+    ``name`` is the op's, such as ``torchvision::nms``; options are those of ``lowering``.
+    """
+
+    def wait(function: Function) -> Function:
+        waiting[name] = lambda op: lowering(op, **options)(function)
+        return function
+
+    return wait
+
+
+def lowering_of(op: OpOverload) -> Lowering | None:
+    """Return the lowering of ``op`` if it has one; one that waited for the op to be defined is filed first."""
+    file = waiting.pop(op._schema.name, None) if op._overloadname == "default" else None
+    if file is not None:
+        try:
+            file(op)
+        except SchemaError as error:  # that library has changed: the next tier answers
+            refused[str(op)] = str(error)
+    return registry.get(op)
 
 
 def _check_op(op: Any, replace: bool) -> Schema:

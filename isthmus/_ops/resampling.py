@@ -17,9 +17,11 @@ from isthmus.errors import Unsupported
 Array = Any
 Taps = list[tuple[Any, Any]]
 """For each output place, the input places it mixes and their weights."""
+Windows = tuple[Any, Any]
+"""The same as two tables, output places by taps, in which no row has a place twice."""
 
 
-def _ratio(size: int, count: int, scale: float | None, dtype: Any) -> Any:
+def ratio(size: int, count: int, scale: float | None, dtype: Any) -> Any:
     """Return input places per output place, rounded as torch rounds it."""
     if scale is not None and scale > 0:
         return dtype(1.0 / scale)
@@ -33,17 +35,16 @@ def _nearest(size: int, count: int, scale: float | None, exact: bool) -> Any:
         return np.arange(count)
     if not exact and count == 2 * size:
         return np.arange(count) // 2
-    ratio = _ratio(size, count, scale, np.float32)
-    found = np.floor((places + np.float32(0.5)) * ratio if exact else places * ratio)
+    step = ratio(size, count, scale, np.float32)
+    found = np.floor((places + np.float32(0.5)) * step if exact else places * step)
     return np.minimum(found.astype(np.int64), size - 1)
 
 
 def _sources(size: int, count: int, scale: float | None, align: bool, dtype: Any) -> Any:
     places = np.arange(count, dtype=dtype)
     if align:
-        ratio = dtype(size - 1) / dtype(count - 1) if count > 1 else dtype(0)
-        return ratio * places
-    return _ratio(size, count, scale, dtype) * (places + dtype(0.5)) - dtype(0.5)
+        return (dtype(size - 1) / dtype(count - 1) if count > 1 else dtype(0)) * places
+    return ratio(size, count, scale, dtype) * (places + dtype(0.5)) - dtype(0.5)
 
 
 def _linear_taps(size: int, count: int, scale: float | None, align: bool, dtype: Any) -> Taps:
@@ -102,10 +103,49 @@ def _resample(
     return x
 
 
+def _windows(size: int, taps: Taps) -> Windows:
+    """Return the tables of these taps: those that the border throws together become one."""
+    places, weights = (np.stack([tap[i] for tap in taps], 1) for i in (0, 1))
+    dense = np.zeros((places.shape[0], size))
+    np.add.at(dense, (np.arange(places.shape[0])[:, None], places), weights)
+    cover = places.min(1, keepdims=True) + np.arange(places.shape[1])
+    inside = np.minimum(cover, size - 1)
+    return inside, np.where(cover < size, np.take_along_axis(dense, inside, 1), 0.0)
+
+
+def _fixed_point(weights: Any) -> tuple[Any, int]:
+    """Return the weights as 16-bit integers, and by how many bits they are shifted: as many as fit."""
+    bits = 0
+    while bits < 22 and int(0.5 + weights.max() * (1 << (bits + 1))) < 1 << 15:
+        bits += 1
+    scaled = weights * (1 << bits)
+    return np.trunc(np.where(scaled < 0, scaled - 0.5, scaled + 0.5)).astype(np.int32), bits
+
+
+def mix_bytes(
+    x: Array,
+    size: Sequence[int],
+    scales: Sequence[float | None],
+    windows: Callable[[int, int, float | None], Windows],
+) -> Array:
+    """Return bytes resampled as torch does it: in fixed point, the last dim first, bytes again in between."""
+    for dim in reversed(range(2, x.ndim)):
+        count = size[dim - 2]
+        if x.shape[dim] == count:
+            continue
+        places, weights = windows(x.shape[dim], count, scales[dim - 2])
+        whole, bits = _fixed_point(weights)
+        shape = whole.shape + (1,) * (x.ndim - dim - 1)
+        total = (jnp.take(x, places, axis=dim).astype(jnp.int32) * whole.reshape(shape)).sum(dim + 1)
+        rounding = (1 << bits) >> 1
+        x = jnp.clip((total.astype(jnp.int32) + rounding) >> bits, 0, 255).astype(jnp.uint8)
+    return x
+
+
 _SCALES = {1: ("scales",), 2: ("scales_h", "scales_w"), 3: ("scales_d", "scales_h", "scales_w")}
 
 
-def _file(
+def file_pair(
     name: str, n: int, function: Callable[[Array, dict[str, Any]], Array], options: tuple[str, ...]
 ) -> None:
     """File a resampling and its backward, which is its transpose."""
@@ -141,22 +181,28 @@ def _nearest_function(n: int, exact: bool) -> Callable[[Array, dict[str, Any]], 
 
 def _mixing_function(n: int, taps: Callable[..., Taps]) -> Callable[[Array, dict[str, Any]], Array]:
     def function(x: Array, values: dict[str, Any]) -> Array:
+        size, scales = values["output_size"], [values[s] for s in _SCALES[n]]
+        if x.dtype == np.uint8 and n == 2:
+
+            def windows(size: int, count: int, scale: float | None) -> Windows:
+                return _windows(size, taps(size, count, scale, values["align_corners"], np.float64))
+
+            return mix_bytes(x, size, scales, windows)
         if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise Unsupported(f"torch mixes {x.dtype} in fixed-point arithmetic of its own")
+            raise Unsupported(f"torch does not mix {x.dtype}")
         wide = cast(x, accumulation_dtype(x.dtype))
-        scales = [values[s] for s in _SCALES[n]]
-        return _resample(taps, wide, values["output_size"], scales, values["align_corners"])
+        return _resample(taps, wide, size, scales, values["align_corners"])
 
     return function
 
 
 for _n in (1, 2, 3):
-    _file(f"upsample_nearest{_n}d", _n, _nearest_function(_n, False), ())
-    _file(f"_upsample_nearest_exact{_n}d", _n, _nearest_function(_n, True), ())
+    file_pair(f"upsample_nearest{_n}d", _n, _nearest_function(_n, False), ())
+    file_pair(f"_upsample_nearest_exact{_n}d", _n, _nearest_function(_n, True), ())
 for _name, _n, _taps in (
     ("upsample_linear1d", 1, _linear_taps),
     ("upsample_bilinear2d", 2, _linear_taps),
     ("upsample_trilinear3d", 3, _linear_taps),
     ("upsample_bicubic2d", 2, _cubic_taps),
 ):
-    _file(_name, _n, _mixing_function(_n, _taps), ("align_corners",))
+    file_pair(_name, _n, _mixing_function(_n, _taps), ("align_corners",))

@@ -36,7 +36,7 @@ class _Segments:
             raise Unsupported("segments are given by their lengths or by their offsets")
         if not jnp.issubdtype(data.dtype, jnp.floating):
             raise Unsupported(f"torch reduces no segments of {data.dtype}")
-        given = offsets if lengths is None else lengths
+        given: Any = offsets if lengths is None else lengths
         if axis != given.ndim - 1:
             raise Unsupported("the segments must be of the last dim that lengths or offsets have")
         self.lead, self.rows, self.inner = data.shape[:axis], data.shape[axis], data.shape[axis + 1 :]
@@ -68,10 +68,8 @@ def _edges(lengths: Array) -> Array:
 def _require_lengths(lengths: Array | None, offsets: Array | None, rows: int, unsafe: bool) -> None:
     if lengths is not None and not unsafe:
         require(lengths >= 0, RuntimeError, "lengths contains negative value!")
-        message = (
-            "Expected all rows of lengths along axis to sum to data.size(lengths.dim()-1) when !unsafe."
-        )
-        require(lengths.sum(-1) == rows, RuntimeError, message)
+        message = "Expected all rows of lengths along axis to sum to data.size(lengths.dim()-1) when !unsafe."
+        require(lengths.sum(-1) == rows, RuntimeError, f"segment_reduce(): {message}")
     if offsets is not None:
         require(offsets[..., 1:] >= offsets[..., :-1], RuntimeError, "offsets must not decrease")
 

@@ -70,6 +70,11 @@ def _padded(x: Array, padding: Any, mode: str) -> Array:
     widths = [(0, 0)] * (x.ndim - rank) + [
         (padding[2 * i], padding[2 * i + 1]) for i in reversed(range(rank))
     ]
+    if mode == "edge" and min(padding) < 0:
+        # One end may cut off all that the other repeats, so look up each place.
+        for dim, (a, b) in enumerate(widths):
+            x = jnp.take(x, np.clip(np.arange(x.shape[dim] + a + b) - a, 0, x.shape[dim] - 1), axis=dim)
+        return x
     cuts = tuple(slice(max(-a, 0), n - max(-b, 0)) for (a, b), n in zip(widths, x.shape, strict=True))
     return jnp.pad(x[cuts], [(max(a, 0), max(b, 0)) for a, b in widths], mode=mode)
 

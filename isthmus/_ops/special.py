@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jax.scipy.special as jsp
-import numpy as np
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import INT_TO_FLOAT, NO_OPMATH, cast, elementwise, promote
+from isthmus._ops.common import INT_TO_FLOAT, NO_OPMATH, cast, elementwise, promote, wrap_dims
 from isthmus._ops.registry import lowering
 from isthmus.errors import Unsupported
 
@@ -36,27 +34,6 @@ def _xlog1py(x: Array, y: Array) -> Array:
     return jnp.where(jnp.isnan(y), jnp.full((), jnp.nan, x.dtype), product)
 
 
-def _zeta(x: Array, q: Array) -> Array:
-    """The Hurwitz zeta function with torch's values where it has poles or is not defined."""
-    x, q = jnp.broadcast_arrays(x, q)
-    infinite = (x == 1) | ((q <= 0) & (q == jnp.floor(q)))
-    undefined = (x < 1) | ((q <= 0) & (x != jnp.floor(x)) & ~infinite)
-    defined = ~(infinite | undefined)
-
-    def terms_left(state: tuple[Array, Array]) -> Array:
-        return jnp.any(defined & (state[1] <= 0))
-
-    def add_term(state: tuple[Array, Array]) -> tuple[Array, Array]:
-        total, at = state
-        left = defined & (at <= 0)
-        return total + jnp.where(left, jnp.power(at, -x), 0), jnp.where(left, at + 1, at)
-
-    # JAX's series starts at a positive q; the terms before it are added one by one, as torch does.
-    total, positive = jax.lax.while_loop(terms_left, add_term, (jnp.zeros_like(q), q))
-    poles = jnp.where(infinite, jnp.full((), jnp.inf, x.dtype), total + jsp.zeta(x, positive))
-    return jnp.where(undefined, jnp.full((), jnp.nan, x.dtype), poles)
-
-
 def _entr(x: Array) -> Array:
     """-x * log(x), 0 at 0 and -inf below."""
     inside = jnp.where(x > 0, -x * jnp.log(x), jnp.where(x == 0, 0.0, -jnp.inf).astype(x.dtype))
@@ -77,54 +54,20 @@ _FLOATING: dict[Any, Any] = {
     aten.special_xlog1py.default: _xlog1py,
     aten.special_xlog1py.other_scalar: _xlog1py,
     aten.special_xlog1py.self_scalar: _xlog1py,
-    aten.special_zeta.default: _zeta,
-    aten.special_zeta.other_scalar: _zeta,
-    aten.special_zeta.self_scalar: _zeta,
-    aten.copysign.Scalar: jnp.copysign,
 }
 for _op, _fn in _FLOATING.items():
     elementwise(_op, _fn, promote_as=INT_TO_FLOAT)
 
 
-def _igamma(op: Any, fn: Any) -> None:
-    @lowering(op)
-    def lowered(self: Array, other: Array) -> Array:
-        compute, result = promote(self, other)
-        a, b = jnp.broadcast_arrays(cast(self, compute), cast(other, compute))
-        return cast(fn(a, b), result)
+def _logit(x: Array, eps: float | None = None) -> Array:
+    """log(x / (1 - x)), of x pushed ``eps`` away from 0 and 1."""
+    if eps is not None:
+        # The lower bound first: torch's order where eps is over one half.
+        x = jnp.where(_real(x) < eps, eps, jnp.where(x > 1 - eps, 1 - eps, x))
+    return jnp.log(_real(x) / (1 - x))
 
 
-_igamma(aten.igamma.default, jax.lax.igamma)
-_igamma(aten.igammac.default, jax.lax.igammac)
-
-
-@lowering(aten.polygamma.default)
-def polygamma(n: int, self: Array) -> Array:
-    """The n-th derivative of digamma."""
-    compute, result = promote(self, kind=INT_TO_FLOAT)
-    x = cast(self, compute)
-    if n == 0:
-        return cast(digamma(x), result)
-    if n == 1:
-        return cast(trigamma(x), result)
-    # torch's own formula, which holds where the zeta function does: for positive x.
-    sign = 1.0 if n % 2 else -1.0
-    return cast(sign * math.gamma(n + 1) * _zeta(jnp.full_like(x, n + 1), x), result)
-
-
-def digamma(x: Array) -> Array:
-    """The logarithmic derivative of gamma; its pole at zero keeps the side it was reached from."""
-    pole = jnp.copysign(jnp.full((), jnp.inf, x.dtype), -x)
-    return jnp.where(x == 0, pole, jax.lax.digamma(x))
-
-
-def trigamma(x: Array) -> Array:
-    """The derivative of digamma, by reflection for x below one half."""
-    reflected = x < 0.5
-    positive = jnp.where(reflected, 1 - x, x)
-    found = _zeta(jnp.full_like(x, 2), positive)
-    sine = jnp.sin(jnp.pi * x)
-    return jnp.where(reflected, (jnp.pi / sine) ** 2 - found, found)
+elementwise(aten.logit.default, _logit, promote_as=INT_TO_FLOAT, static=["eps"])
 
 
 @lowering(aten.heaviside.default)
@@ -198,16 +141,15 @@ for _name, _left in (("__lshift__", True), ("__rshift__", False)):
         elementwise(_op, lambda a, b, left=_left: _shifted(a, b, left), promote_as=NO_OPMATH)
 
 
-@lowering(aten.histc.default)
-def histc(self: Array, bins: int = 100, min: Any = 0, max: Any = 0) -> Array:
-    """How many elements fall into each of equal bins; equal bounds mean those of the data."""
-    x = self.reshape(-1)
-    low, high = cast(min, x.dtype), cast(max, x.dtype)
-    if x.size:
-        same = low == high
-        low, high = jnp.where(same, x.min(), low), jnp.where(same, x.max(), high)
-    low, high = jnp.where(low == high, low - 1, low), jnp.where(low == high, high + 1, high)
-    inside = (x >= low) & (x <= high)
-    place = jnp.floor((x - low) * bins / (high - low)).astype(jnp.int64)
-    place = jnp.where(inside, jnp.clip(place, 0, bins - 1), bins)
-    return jnp.zeros(bins, x.dtype).at[place].add(np.ones((), x.dtype), mode="drop")
+@lowering(aten.hash_tensor.default)
+def hash_tensor(self: Array, dim: Any = (), keepdim: bool = False, mode: int = 0) -> Array:
+    """The exclusive or along dims of the elements' 64 bits, as an integer or a double."""
+    if mode != 0 or jnp.iscomplexobj(self):
+        raise Unsupported("a hash torch refuses as well")
+    if jnp.issubdtype(self.dtype, jnp.floating):
+        words = jax.lax.bitcast_convert_type(self.astype(jnp.float64), jnp.uint64)
+    else:
+        words = cast(self, jnp.int64).astype(jnp.uint64)
+    dims = wrap_dims(dim, self.ndim)
+    found = jax.lax.reduce(words, jnp.zeros((), jnp.uint64), jax.lax.bitwise_xor, dims)
+    return jnp.expand_dims(found, dims) if keepdim else found

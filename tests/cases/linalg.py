@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.support import Make, bf16, c64, c128, case, f32, f64, fails, i64, values
+from tests.support import Make, b8, bf16, c64, c128, case, f32, f64, fails, i64, u8, values
 
 aten = torch.ops.aten
 _TYPES = (f32, f64, c64, c128)
@@ -199,3 +199,126 @@ for _type in (f64, c128):
                 id=f"gradient solve {_batch} {_name}",
             )
         )
+
+
+# Least squares, LDL, reflectors, general eigenvalues
+
+
+def _eig(t: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What is unique: that these are eigenvectors, their length, and the eigenvalues in some order."""
+    found, vectors = torch.linalg.eig(t)
+    wide = t.to(vectors.dtype)
+    return wide @ vectors - vectors * found.unsqueeze(-2) + 1, vectors.abs().square().sum(-2), _ordered(found)
+
+
+def _ordered(found: torch.Tensor) -> torch.Tensor:
+    """Complex numbers by their real part, of which the inputs here have no two alike, then the imaginary."""
+    key = (found.real * 1e3).round() * 1e3 + found.imag
+    return found.gather(-1, key.argsort(-1))
+
+
+def _lstsq(*args, **kwargs) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.linalg.lstsq(*args, **kwargs))
+
+
+def _lstsq_into(*args, **kwargs) -> tuple[torch.Tensor, ...]:
+    """The same written to tensors that are too small."""
+    real = args[0].real.dtype
+    out = [torch.empty(0, dtype=d, device=args[0].device) for d in (args[0].dtype, real, torch.int64, real)]
+    return tuple(torch.linalg.lstsq(*args, **kwargs, out=tuple(out)))
+
+
+LACKING = values([[1.0, 2.0], [2.0, 4.0], [3.0, 6.0]])  # of rank 1
+NAN = values([[float("nan"), 1.0], [1.0, 2.0]])
+CASES += [
+    fails(torch.linalg.eig, NAN, error=RuntimeError, match="should not contain infs or NaNs", id="nan"),
+    fails(torch.linalg.lstsq, f32(3, 2), f32(4, 1), error=RuntimeError, match="size", id="lstsq rows"),
+    fails(
+        torch.linalg.lstsq,
+        f32(3, 2),
+        f32(3, 1),
+        driver="gelx",
+        error=RuntimeError,
+        match="driver",
+        id="driver",
+    ),
+    fails(torch.linalg.ldl_factor, values([[0.0]]), error=RuntimeError, match="error code: 1", id="singular"),
+    case(aten.linalg_ldl_factor_ex.default, values([[0.0, 0.0], [0.0, 2.0]]), id="zero column"),
+    case(aten.linalg_ldl_factor_ex.default, values([[0.0, 2.0], [2.0, 0.0]]), id="two rows"),
+    case(_Named("eig", _eig), f32(0, 0), id="eig empty"),
+]
+for _type in _TYPES:
+    CASES += [
+        case(_Named("eig", _eig), _dominant(_type(2, 4, 4)), id=f"eig {_type(2, 4, 4)}"),
+        case(
+            _Named("eigvals", lambda t: _ordered(torch.linalg.eigvals(t))), _type(5, 5), id=f"{_type(5, 5)}"
+        ),
+    ]
+    for _hermitian in (False, True):
+        _symmetric = _type(3, 7, 7).then((lambda t: t + t.mH) if _hermitian else (lambda t: t + t.mT))
+        CASES += [
+            case(aten.linalg_ldl_factor_ex.default, _symmetric, hermitian=_hermitian),
+            case(aten.linalg_ldl_factor_ex.default, _type(2, 0, 0), hermitian=_hermitian),
+            case(
+                _Named(
+                    "ldl_solve",
+                    lambda t, b, h: torch.linalg.ldl_solve(
+                        *torch.linalg.ldl_factor(t, hermitian=h), b, hermitian=h
+                    ),
+                ),
+                _symmetric,
+                _type(7, 2),
+                _hermitian,
+                id=f"ldl_solve {_symmetric} {_hermitian}",
+            ),
+        ]
+    for _left in (False, True):
+        _other = _type(2, 5, 4) if _left else _type(2, 4, 5)
+        CASES += [
+            case(aten.ormqr.default, _type(2, 5, 3), _type(2, 3).between(0, 1), _other, _left, False),
+            case(aten.ormqr.default, _type(2, 5, 3), _type(2, 3).between(0, 1), _other, _left, True),
+        ]
+    for _driver in ("gels", "gelsy", "gelsd", "gelss"):
+        for _shape in ((5, 3), (3, 5), (2, 4, 4)):
+            _id = f"lstsq {_driver} {_type(*_shape)}"
+            CASES.append(
+                case(_Named("", _lstsq), _type(*_shape), _type(*_shape[:-1], 2), driver=_driver, id=_id)
+            )
+for _driver in ("gels", "gelsy", "gelsd", "gelss"):
+    CASES += [
+        case(_Named("", _lstsq), f64(2, 4, 3), f64(2, 4), driver=_driver, id=f"lstsq {_driver} vector"),
+        case(_Named("", _lstsq_into), f64(4, 3), f64(4, 2), driver=_driver, id=f"lstsq {_driver} out"),
+        case(_Named("", _lstsq), f32(0, 3), f32(0, 2), driver=_driver, id=f"lstsq {_driver} no rows"),
+        case(_Named("", _lstsq), f32(3, 0), f32(3, 2), driver=_driver, id=f"lstsq {_driver} no columns"),
+        case(
+            _Named("", _lstsq),
+            c64(2, 0, 3),
+            c64(2, 0, 2),
+            driver=_driver,
+            id=f"lstsq {_driver} no rows batch",
+        ),
+    ]
+for _driver in ("gelsd", "gelss", "gelsy"):
+    CASES.append(
+        case(
+            # The second singular value is all rounding.
+            _Named("", lambda *a, **k: _lstsq(*a, **k)[:3]),
+            LACKING,
+            f32(3, 1),
+            driver=_driver,
+            id=f"lstsq {_driver} rank 1",
+        )
+    )
+CASES += [
+    case(_Named("", _lstsq), f64(4, 3), f64(4, 2), 0.7, driver="gelsd", id="lstsq rank by rcond"),
+    case(_Named("", _lstsq), f64(3, 4), f64(3, 2), 0.7, driver="gelss", id="lstsq wide, rank by rcond"),
+    case(_Named("", _lstsq), f64(4, 3), f64(4, 2), -1.0, driver="gelsy", id="lstsq negative rcond"),
+    case(aten.addr.default, f32(3, 4), f32(3), f32(4), beta=0.5, alpha=-2),
+    case(aten.addr.default, bf16(1, 4), bf16(3), bf16(4), beta=0.2, alpha=0.6),
+    case(aten.addr.default, b8(3, 4), b8(3), b8(4), beta=False),
+    case(aten.addr.default, i64(3, 1), u8(3), i64(4)),
+    case(aten.addr.default, values([[float("nan")]]), f32(3), f32(4), beta=0, id="zero beta"),
+    case(_gradient(lambda a, b: torch.linalg.lstsq(a, b)[0]), f64(5, 3), f64(5, 2), id="gradient lstsq"),
+    case(_gradient(torch.linalg.eigvals), _dominant(f64(4, 4)), id="gradient eigvals"),
+    case(_gradient(torch.ormqr), f64(5, 3), f64(3).between(0, 1), f64(5, 2), id="gradient ormqr"),
+]

@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.support import bf16, case, f32, fails, values
+from tests.support import bf16, case, f32, f64, fails, values
 
 aten = torch.ops.aten
 TARGET, TARGET2 = values([0, 6, 3, -100, 2]), values([[[0, 1], [4, 2]], [[3, 3], [1, 0]]])
@@ -128,5 +128,60 @@ CASES += [
         values([1.0]),
         error=RuntimeError,
         match="between 0 and 1",
+    ),
+]
+LABELS = values([[0, 2, 2, -1], [-1, 0, 0, 0], [1, 2, 3, 0]])
+ODD_SCORES = values([[1.0, float("nan"), INF, 2.0]])
+for _reduction in (0, 1, 2):
+    _grad, _scores, _target = f32(3) if _reduction == 0 else f32(), f32(3, 4), values([0, 3, 1])
+    _weight, _one = f32(4).between(0.1, 2), f64(4)
+    CASES += [
+        case(aten.multi_margin_loss.default, _scores, _target, 1, 0.7, None, _reduction),
+        case(aten.multi_margin_loss.default, _scores, _target, 2, 1, _weight, _reduction),
+        case(aten.multi_margin_loss.default, _one, values(2), 1, 1, None, _reduction, id=f"one {_reduction}"),
+        case(
+            aten.multi_margin_loss.default,
+            ODD_SCORES,
+            values([0]),
+            1,
+            1,
+            None,
+            _reduction,
+            id=f"nan {_reduction}",
+        ),
+        case(aten.multi_margin_loss_backward.default, _grad, _scores, _target, 1, 0.7, _weight, _reduction),
+        case(aten.multi_margin_loss_backward.default, _grad, _scores, _target, 2, 1, None, _reduction),
+        case(aten.multilabel_margin_loss_forward.default, _scores, LABELS, _reduction),
+        case(
+            aten.multilabel_margin_loss_forward.default,
+            _one,
+            values([1, 3, -1, 0]),
+            _reduction,
+            id=f"one {_reduction}",
+        ),
+        case(
+            aten.multilabel_margin_loss_backward.default,
+            _grad,
+            _scores,
+            LABELS,
+            _reduction,
+            values([[1.0, 0.0, 1.0, 0.0], [0.0] * 4, [1.0] * 4]),
+        ),
+    ]
+CASES += [
+    fails(
+        aten.multi_margin_loss.default,
+        f32(2, 3),
+        values([0, 3]),
+        error=RuntimeError,
+        match="target out of range",
+    ),
+    fails(
+        aten.multilabel_margin_loss_forward.default,
+        f32(3),
+        values([0, 3, -1]),
+        1,
+        error=RuntimeError,
+        match="out of range",
     ),
 ]

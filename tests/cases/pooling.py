@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.support import bf16, case, f32, f64, fails, i64, values
+from tests.support import bf16, case, f16, f32, f64, fails, i64, values
 
 aten = torch.ops.aten
 INF, NAN = float("inf"), float("nan")
@@ -144,5 +144,42 @@ CASES = [
         [3, 4],
         error=RuntimeError,
         match="Found an invalid max index",
+    ),
+]
+FRACTIONAL2, FRACTIONAL3 = aten.fractional_max_pool2d.default, aten.fractional_max_pool3d.default
+CHANCE = lambda make: make.between(0, 1)  # noqa: E731
+CASES += [
+    case(FRACTIONAL2, f32(2, 3, 9, 11), [2, 3], [4, 5], CHANCE(f32(2, 3, 2))),
+    case(FRACTIONAL2, f64(3, 9, 11), [3, 2], [1, 7], CHANCE(f64(1, 3, 2)), id="no batch"),
+    case(FRACTIONAL2, bf16(2, 3, 9, 9), [2, 2], [8, 8], CHANCE(bf16(2, 3, 2))),
+    case(FRACTIONAL2, f16(1, 40, 13, 9), [2, 2], [5, 8], CHANCE(f16(1, 40, 2))),
+    case(FRACTIONAL2, ODD, [2, 2], [2, 3], CHANCE(f32(1, 1, 2)), id="nans and ties"),
+    case(FRACTIONAL2, f32(0, 3, 9, 9), [2, 2], [3, 3], CHANCE(f32(0, 3, 2)), id="empty"),
+    case(FRACTIONAL3, f32(2, 3, 7, 9, 11), [2, 2, 3], [3, 4, 5], CHANCE(f32(2, 3, 3))),
+    case(FRACTIONAL3, f32(3, 7, 9, 11), [3, 3, 2], [1, 2, 7], CHANCE(f32(1, 3, 3)), id="no batch"),
+    case(
+        aten.fractional_max_pool2d_backward.default,
+        f32(2, 3, 4, 5),
+        f32(2, 3, 9, 11),
+        [2, 3],
+        [4, 5],
+        PLACES(98, 2, 3, 4, 5),
+    ),
+    case(
+        aten.fractional_max_pool3d_backward.default,
+        f32(3, 2, 2, 2),
+        f32(3, 4, 5, 6),
+        [2, 2, 2],
+        [2, 2, 2],
+        PLACES(119, 3, 2, 2, 2),
+    ),
+    fails(
+        FRACTIONAL2,
+        f32(1, 3, 9, 9),
+        [2, 2],
+        [9, 9],
+        CHANCE(f32(1, 3, 2)),
+        error=RuntimeError,
+        match="too large relative to input",
     ),
 ]

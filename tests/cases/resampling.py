@@ -92,3 +92,24 @@ CASES += [
         match="expected grid to have size 2 in last dimension",
     ),
 ]
+BYTES = u8(2, 3, 9, 11).between(0, 255)
+for _name in ("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "_upsample_lanczos2d_aa"):
+    _op, _backward = getattr(aten, _name).default, getattr(aten, f"{_name}_backward").default
+    for _size in ([4, 5], [13, 20], [9, 3]):
+        CASES += [
+            case(_op, f32(2, 3, 9, 11), _size, False),
+            case(_op, BYTES, _size, True),
+            case(_backward, f32(2, 3, *_size), _size, [2, 3, 9, 11], True),
+        ]
+    CASES += [
+        case(_op, f64(2, 3, 9, 11), [9, 12], False, 1.05, 1.1, id="scales"),
+        case(_op, BYTES, [9, 12], False, 1.05, 1.1, id="scales of bytes"),
+        case(_backward, f64(2, 3, 9, 12), [9, 12], [2, 3, 9, 11], False, 1.05, 1.1, id="scales"),
+        case(_op, f32(0, 3, 9, 11), [4, 5], False, id="empty"),
+    ]
+for _op in (aten.upsample_bilinear2d.default, aten.upsample_bicubic2d.default):
+    for _size in ([4, 5], [13, 20], [9, 3]):
+        CASES += [
+            case(_op, BYTES, _size, False),
+            case(_op, u8(1, 6, 9, 11).between(0, 255).then(LAST), _size, True, id=f"channels last {_size}"),
+        ]

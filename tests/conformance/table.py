@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,27 @@ from typing import Any
 import jax
 import torch
 
-OUTPUT = Path(__file__).parents[2] / "build" / "conformance.json"
+OUTPUT = Path(os.environ.get("ISTHMUS_BUILD", Path(__file__).parents[2] / "build")) / "conformance.json"
+AS_IT_RUNS = OUTPUT.with_suffix(".jsonl")
 
 _rows: list[dict[str, Any]] = []
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    """Keep the verdict a test recorded; with xdist this runs in the process that gathers reports."""
-    if report.when == "call":
-        _rows.extend(value for name, value in report.user_properties if name == "conformance")
+    """Keep the verdict a test recorded; with xdist the process that gathers reports does so too."""
+    if report.when != "call" or "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    for name, value in report.user_properties:
+        if name == "conformance":
+            _keep({**value, "seconds": round(report.duration, 3)})
+
+
+def _keep(row: dict[str, Any]) -> None:
+    """Keep a row, also on disk: a run that is cut short is still worth reading."""
+    OUTPUT.parent.mkdir(exist_ok=True)
+    with AS_IT_RUNS.open("a" if _rows else "w", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+    _rows.append(row)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -28,7 +41,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     table = summary(_rows)
     terminalreporter.section("conformance")
     terminalreporter.write_line(text(table))
-    OUTPUT.parent.mkdir(exist_ok=True)
     about = {"torch": torch.__version__, "jax": jax.__version__}
     rows = sorted(_rows, key=lambda r: (r["suite"], r["name"], r["kind"], r["dtype"]))
     OUTPUT.write_text(json.dumps({**about, "table": table, "entries": rows}, indent=1), encoding="utf-8")

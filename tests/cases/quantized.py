@@ -1,0 +1,71 @@
+"""Cases for products of matrices held in eight bits."""
+
+import torch
+
+from tests.support import bf16, case, f16, f32, fails, i8, u8, values
+
+aten = torch.ops.aten
+E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def scaled_mm(a, b, dtypes, *args, **kwargs):
+    """The scaled product of matrices rounded to 8-bit floats, in a type that can be compared."""
+    return torch._scaled_mm(a.to(dtypes[0]), b.to(dtypes[1]).t(), *args, **kwargs).float()
+
+
+def int8pack(x, weight, scales):
+    """The product with an int8 weight; the CPU has none in float64, which says what half types should give."""
+    if x.dtype == torch.float64:
+        return (x @ weight.double().t()) * scales
+    return torch._weight_int8pack_mm(x, weight, scales)
+
+
+def scaled_mm_v2(a, b, scale_a, scale_b, recipe, *args):
+    return torch._scaled_mm_v2(
+        a.to(E4), b.to(E4).t(), [scale_a], [recipe], [0], [scale_b], [recipe], [0], *args
+    ).float()
+
+
+A, B = f32(5, 16), f32(32, 16)
+ONE, TWO = values(0.5), values([[3.0]])
+BY_ROW, BY_COLUMN = f32(5, 1), f32(1, 32)
+BIG = values(900.0)
+INT8 = (i8(4, 8).between(-128, 127), i8(8, 3).between(-128, 127))
+WEIGHT = i8(6, 8).between(-128, 127)
+CASES = [
+    case(aten._int_mm.default, *INT8),
+    case(aten._int_mm.default, u8(4, 8).between(0, 255), INT8[1]),
+    case(aten._int_mm.default, i8(4, 0), i8(0, 3)),
+    case(aten._int_mm.default, INT8[0], i8(3, 8).then(torch.t), id="transposed"),
+    fails(aten._int_mm.default, INT8[0], i8(7, 3), error=RuntimeError, match="needs to match|reduction dim"),
+    fails(aten._int_mm.default, f32(4, 8), INT8[1], error=RuntimeError, match="dtype"),
+    *[case(int8pack, t(4, 8), WEIGHT, t(6).between(0, 1)) for t in (f32, bf16, f16)],
+    *[
+        case(scaled_mm, A, B, (a, b), ONE, TWO, out_dtype=out, id=f"{a}-{b}-{out}")
+        for a in (E4, E5)
+        for b in (E4, E5)
+        for out in (None, torch.bfloat16, torch.float32)
+    ],
+    case(scaled_mm, A, B, (E4, E4), BY_ROW, BY_COLUMN, out_dtype=torch.bfloat16, id="row by row"),
+    case(scaled_mm, A, B, (E4, E5), ONE, TWO, bias=bf16(32), out_dtype=torch.bfloat16, id="bias"),
+    case(scaled_mm, A, B, (E4, E4), ONE, TWO, scale_result=values(0.25), out_dtype=E4, id="scaled result"),
+    case(
+        scaled_mm, A, B, (E4, E4), ONE, TWO, scale_result=values(0.25), out_dtype=torch.float16, id="no need"
+    ),
+    case(scaled_mm, A, B, (E4, E4), BIG, BIG, out_dtype=E4, id="the largest instead of nan"),
+    case(scaled_mm, A, B, (E4, E4), BIG, BIG, out_dtype=E5, id="infinite"),
+    case(scaled_mm, A, B, (E4, E4), ONE, TWO, out_dtype=torch.bfloat16, use_fast_accum=True, id="fast"),
+    fails(
+        scaled_mm,
+        A,
+        B,
+        (E4, E4),
+        f32(5, 2),
+        f32(2, 32),
+        error=ValueError,
+        match="Invalid scaling",
+        id="blocks",
+    ),
+    case(scaled_mm_v2, A, B, f32(1), f32(1), 0, None, torch.bfloat16, id="tensor"),
+    case(scaled_mm_v2, A, B, BY_ROW, BY_COLUMN, 1, f32(32), torch.float32, id="row by row"),
+]
