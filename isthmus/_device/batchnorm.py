@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from isthmus._device.dispatch import kernel_for
+from isthmus._device.factories import empty
 
 _aten = torch.ops.aten
 
@@ -29,7 +30,9 @@ def native_batch_norm(
             legit = _aten._native_batch_norm_legit.default
             return kernel_for(legit)(*affine, running_mean, running_var, training, momentum, eps)
         frozen = _aten._native_batch_norm_legit_no_training.default
-        return kernel_for(frozen)(*affine, running_mean, running_var, momentum, eps)
+        out = kernel_for(frozen)(*affine, running_mean, running_var, momentum, eps)[0]
+        # torch's Meta kernel says the statistics are saved here; the CPU saves nothing, and backward asks none.
+        return out, empty((0,), dtype=out.dtype), empty((0,), dtype=out.dtype)
     if running_mean is None and running_var is None and training:
         return kernel_for(_aten._native_batch_norm_legit.no_stats)(*affine, training, momentum, eps)
     if training:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -184,12 +185,16 @@ def arange_end(end: Any, **options: Any) -> Tensor:
     return arange(0, end, **options)
 
 
-def arange_out(start: Any, end: Any, step: Any = 1, *, out: Tensor) -> Tensor:
-    """Write the numbers from ``start`` to ``end`` into ``out``, resized if it must be."""
-    found = arange(start, end, step, dtype=out.dtype)
-    if out.shape != found.shape:
-        out.resize_(found.shape)
-    return out.copy_(found)
+def _writing(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a factory's ``out=`` form: made in the dtype of ``out``, which is resized if it must be."""
+
+    def write(*args: Any, out: Tensor, **options: Any) -> Tensor:
+        found = make(*args, **options, dtype=out.dtype, device=out.device)
+        if out.shape != found.shape:
+            out.resize_(found.shape)
+        return out.copy_(found)
+
+    return write
 
 
 def as_strided_scatter(
@@ -204,6 +209,12 @@ def as_strided_scatter(
     return found
 
 
+def _spaced_out_forms() -> dict[str, Callable[..., Tensor]]:
+    overloads = ("", "Tensor_Tensor_", "Tensor_Scalar_", "Scalar_Tensor_")
+    makers = {"linspace": torch.linspace, "logspace": torch.logspace}
+    return {f"{name}.{o}out": _writing(make) for name, make in makers.items() for o in overloads}
+
+
 KERNELS = {
     "empty.memory_format": empty,
     "empty_strided": empty_strided,
@@ -214,7 +225,11 @@ KERNELS = {
     "arange": arange_end,
     "arange.start": arange,
     "arange.start_step": arange,
-    "arange.start_out": arange_out,
+    "arange.start_out": _writing(arange),
+    "range.out": _writing(range_),
+    "eye.out": _writing(torch.eye),
+    "eye.m_out": _writing(torch.eye),
+    **_spaced_out_forms(),
     "range": range_,
     "range.step": range_,
     "as_strided_scatter": as_strided_scatter,

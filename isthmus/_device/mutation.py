@@ -42,6 +42,9 @@ class Mutation:
         after = targets if found is None else self.locate(found[1])
         pairs = zip(after, targets, strict=True)
         self.resized = [None if new.shape == old.shape else Spec.of(new) for new, old in pairs]
+        if any(self.resized) and not schema_of(op).has_out:
+            # Some Meta kernels resize the target of an in-place op, which torch refuses: the CPU will say so.
+            raise LoweringError(f"{op} would resize the tensor it writes to")
 
     def write(self, results: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
         """Return the new value of each storage that is written to."""

@@ -60,6 +60,11 @@ class Schema:
     mutated: tuple[str, ...]
     returns_aliases: bool
 
+    @property
+    def has_out(self) -> bool:
+        """Whether this is the ``out=`` form of an op."""
+        return any([argument.out for argument in self.arguments])
+
     def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return every argument by name, defaults filled in."""
         names = [argument.name for argument in self.arguments]

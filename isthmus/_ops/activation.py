@@ -213,6 +213,24 @@ def glu_backward(grad_output: Array, self: Array, dim: int) -> Array:
     return cast(jnp.concatenate([grad * gate, grad * a * gate * (1 - gate)], axis), self.dtype)
 
 
+@lowering(aten.glu_jvp.default)
+def glu_jvp(glu: Array, x: Array, dx: Array, dim: int) -> Array:
+    """The tangent of ``glu``."""
+    wide, axis = accumulation_dtype(x.dtype), wrap_dim(dim, x.ndim)
+    b, (da, db) = jnp.split(cast(x, wide), 2, axis=axis)[1], jnp.split(cast(dx, wide), 2, axis=axis)
+    gate = jax.nn.sigmoid(b)
+    return cast(da * gate + cast(glu, wide) * (1 - gate) * db, glu.dtype)
+
+
+@lowering(aten.glu_backward_jvp.default)
+def glu_backward_jvp(
+    grad_x: Array, grad_glu: Array, x: Array, dgrad_glu: Array, dx: Array, dim: int
+) -> Array:
+    """The tangent of the gradient of ``glu``."""
+    _, tangent = jax.jvp(lambda g, v: glu_backward(g, v, dim), (grad_glu, x), (dgrad_glu, dx))
+    return cast(tangent, grad_x.dtype)
+
+
 @lowering(aten.rrelu_with_noise_functional.default, random=True)
 def rrelu_with_noise(
     self: Array, noise: Array, rng: Any, lower: Any = 0.125, upper: Any = 1 / 3, training: bool = False

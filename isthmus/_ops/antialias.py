@@ -73,7 +73,11 @@ def _function(width: int, filter: Filter) -> Callable[[Array, dict[str, Any]], A
         size, align = values["output_size"], values["align_corners"]
         scales = [values["scales_h"], values["scales_w"]]
         if x.dtype == np.uint8:
-            return mix_bytes(x, size, scales, lambda *a: _windows(*a, align, width, filter, np.float64))
+
+            def windows(size: int, count: int, scale: float | None) -> Windows:
+                return _windows(size, count, scale, align, width, filter, np.float64)
+
+            return mix_bytes(x, size, scales, windows)
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise Unsupported(f"torch does not mix {x.dtype}")
         dtype = np.float64 if x.dtype == np.float64 else np.float32

@@ -123,7 +123,7 @@ def _clamp(x: Array, low: Any = None, high: Any = None) -> Array:
     return x if high is None else jnp.minimum(x, high)
 
 
-def _logaddexp(a: Array, b: Array) -> Array:
+def logaddexp(a: Array, b: Array) -> Array:
     """The logarithm of a sum of exponentials; of complex ones about the larger real part, torch's branch."""
     if not jnp.iscomplexobj(a):
         return jnp.logaddexp(a, b)
@@ -183,7 +183,7 @@ FLOATING: dict[Any, Callable[..., Any]] = {
     aten.atan2.default: jnp.arctan2,
     aten.copysign.Tensor: jnp.copysign,
     aten.copysign.Scalar: jnp.copysign,
-    aten.logaddexp.default: _logaddexp,
+    aten.logaddexp.default: logaddexp,
     aten.logaddexp2.default: _logaddexp2,
 }
 COMPARISONS = {

@@ -43,6 +43,8 @@ def convolve(
     dtype: Any,
 ) -> Array:
     """Return the convolution without bias, with results in ``dtype``."""
+    if any(p < 0 for p in padding):
+        raise Unsupported("negative padding")
     n = input.ndim - 2
     strides, pads, dilations = _each(stride, n), _each(padding, n), _each(dilation, n)
     around = [(p, p) for p in pads]

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from isthmus._graph.names import aten
+from isthmus._ops.binary import logaddexp
 from isthmus._ops.common import accumulation_dtype, cast, wrap_dim
 from isthmus._ops.registry import lowering
-from isthmus.errors import Unsupported
 
 Array = Any
 
@@ -34,8 +34,16 @@ _scanned(aten.cumsum.default, jax.lax.cumsum)
 _scanned(aten.cumprod.default, jax.lax.cumprod)
 
 
-def _log_add(a: Array, b: Array) -> Array:
-    return jnp.logaddexp(a, b)
+def _complex_logcumsumexp(x: Array, axis: int) -> Array:
+    """One element after another, as torch goes: the order decides the branch of a complex logarithm."""
+    moved = jnp.moveaxis(x, axis, 0)
+
+    def step(total: Array, element: Array) -> tuple[Array, Array]:
+        total = logaddexp(element, total)
+        return total, total
+
+    _, rest = jax.lax.scan(step, moved[0], moved[1:])
+    return jnp.moveaxis(jnp.concatenate([moved[:1], rest]), 0, axis)
 
 
 def _logcumsumexp(op: Any) -> None:
@@ -44,10 +52,11 @@ def _logcumsumexp(op: Any) -> None:
         """The logarithm of a running sum of exponentials."""
         if not self.ndim or not self.size:
             return self
+        axis = wrap_dim(dim, self.ndim)
         if jnp.issubdtype(self.dtype, jnp.complexfloating):
-            raise Unsupported("of complex logarithms, torch may choose another branch")
+            return _complex_logcumsumexp(self, axis)
         wide = cast(self, accumulation_dtype(self.dtype))
-        return cast(jax.lax.associative_scan(_log_add, wide, axis=wrap_dim(dim, self.ndim)), self.dtype)
+        return cast(jax.lax.associative_scan(jnp.logaddexp, wide, axis=axis), self.dtype)
 
 
 _logcumsumexp(aten.logcumsumexp.default)

@@ -303,6 +303,8 @@ def _index_write(
 @lowering(aten.index_add.default)
 def index_add(self: Array, dim: int, index: Array, source: Array, alpha: Any = 1) -> Array:
     """Slices added to those an index along one dim names."""
+    if source.ndim != self.ndim and self.ndim and source.ndim:
+        raise Unsupported(f"a source of {source.ndim} dims added to {self.ndim}")
     scaled = source if isinstance(alpha, int) and alpha == 1 else source * cast(alpha, source.dtype)
     if self.ndim <= 1:
         return _index_write(self, dim, index, scaled, "index out of range in self", _WRITES["add"])
@@ -372,6 +374,8 @@ def _rank_in_mask(mask: Array) -> Array:
 @lowering(aten.masked_scatter.default)
 def masked_scatter(self: Array, mask: Array, source: Array) -> Array:
     """The elements of ``source``, one after another, where the mask holds."""
+    if mask.dtype != np.bool_:
+        raise Unsupported(f"a mask of {mask.dtype}")
     shape = jnp.broadcast_shapes(self.shape, mask.shape)
     whole, holds = jnp.broadcast_to(self, shape), jnp.broadcast_to(mask, shape)
     message = "Number of elements of source < number of ones in mask"

@@ -90,6 +90,12 @@ def unique(
     return _answers(flat[groups[0]], groups, self.shape, return_inverse, return_counts)
 
 
+@lowering(aten._unique.default, size=_count_unique)
+def old_unique(self: Array, size: int, sorted: bool = True, return_inverse: bool = False) -> Any:
+    """The distinct elements in order, and which of them each element is."""
+    return unique(self, size, sorted, return_inverse)[:2]
+
+
 def _rows(x: Array, dim: int) -> Array:
     moved = jnp.moveaxis(x, dim, 0)
     return moved.reshape(moved.shape[0], -1) if x.size else jnp.zeros((moved.shape[0], 0), x.dtype)

@@ -15,13 +15,13 @@ IMPOSSIBLE = lambda t: t.log_softmax(-1).index_fill(2, torch.tensor([3]), -float
 
 def loss(log_probs: torch.Tensor, targets: torch.Tensor, *lengths: Any, **options: Any) -> torch.Tensor:
     """The loss of each sequence."""
-    return ctc_loss(log_probs, targets, *lengths, reduction="none", **options)
+    return ctc_loss(log_probs, targets, *lengths, **{"reduction": "none", **options})
 
 
 def gradient(log_probs: torch.Tensor, targets: torch.Tensor, *lengths: Any, **options: Any) -> torch.Tensor:
     """The gradient of the sum of the losses, each with its own weight."""
     leaf = log_probs.detach().requires_grad_()
-    found = ctc_loss(leaf, targets, *lengths, reduction="none", **options)
+    found = ctc_loss(leaf, targets, *lengths, **{"reduction": "none", **options})
     weights = torch.arange(1, found.numel() + 1, device=found.device).to(found.dtype).reshape(found.shape)
     return torch.autograd.grad(found, leaf, weights)[0]
 

@@ -1,5 +1,7 @@
 """Cases for reductions of segments: empty segments, nans, ties, rows in no segment."""
 
+from typing import Any
+
 import torch
 
 from tests.support import bf16, case, f32, fails, i64, values
@@ -11,7 +13,7 @@ ODD = values([[1.0, 0.0], [2.0, NAN], [2.0, 0.0], [INF, 3.0], [-1.0, 3.0], [0.0,
 LENGTHS, OFFSETS = values([3, 0, 2, 1]), values([1, 3, 3, 5])
 
 
-def gradient(data: torch.Tensor, weights: torch.Tensor, reduce: str, **options: object) -> torch.Tensor:
+def gradient(data: torch.Tensor, weights: torch.Tensor, reduce: str, **options: Any) -> torch.Tensor:
     """The gradient of the reduction."""
     leaf = data.detach().requires_grad_()
     return torch.autograd.grad(torch.segment_reduce(leaf, reduce, **options), leaf, weights)[0]
