@@ -57,6 +57,9 @@ def cast(operand: Any, dtype: Any) -> Array:
     dtype = np.dtype(dtype)
     if array.dtype == dtype:
         return array
+    if array.dtype == np.bool_ and jnp.issubdtype(dtype, jnp.inexact):
+        # XLA takes a product with a converted bool for a choice, so that inf * False would be 0, not nan.
+        return jnp.where(array, jnp.ones((), dtype), jnp.zeros((), dtype))
     if jnp.issubdtype(array.dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
         array = array.real if dtype != np.bool_ else array != 0
     if (

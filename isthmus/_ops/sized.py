@@ -31,8 +31,8 @@ def nonzero(self: Array, size: int) -> Array:
 @lowering(aten.nonzero_static.default, static=["size"])
 def nonzero_static(self: Array, size: int, fill_value: int = -1) -> Array:
     """The indices of the first ``size`` elements that are not zero; missing rows are ``fill_value``."""
-    if not self.ndim:
-        return jnp.zeros((size, 0), jnp.int64)
+    if not self.ndim or not self.size:  # of nothing, jnp.nonzero forgets the fill value
+        return jnp.full((size, self.ndim), fill_value, jnp.int64)
     return jnp.stack(jnp.nonzero(self, size=size, fill_value=fill_value), 1).astype(jnp.int64)
 
 
