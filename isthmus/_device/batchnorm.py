@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from isthmus._device.dispatch import kernel_for
-from isthmus._device.factories import empty
+from isthmus._device.factories import empty, write_out
 
 _aten = torch.ops.aten
 
@@ -44,4 +44,17 @@ def native_batch_norm(
     raise RuntimeError("Expected running_mean and running_var to be defined when training=False")
 
 
-KERNELS = {"native_batch_norm": native_batch_norm}
+def native_batch_norm_out(*args: Any, out: Tensor, save_mean: Tensor, save_invstd: Tensor) -> Any:
+    """Write the results to given tensors, resized if they must be."""
+    targets = (out, save_mean, save_invstd)
+    return tuple(
+        write_out(target, found) for target, found in zip(targets, native_batch_norm(*args), strict=True)
+    )
+
+
+KERNELS = {
+    "native_batch_norm": native_batch_norm,
+    "native_batch_norm.out": native_batch_norm_out,
+    "_native_batch_norm_legit": native_batch_norm,
+    "_native_batch_norm_legit.out": native_batch_norm_out,
+}

@@ -80,6 +80,8 @@ class _Builder:
         self.result = None if found is None else found[0]
         self.inferred = found is not None
         self.mutation = Mutation(kernel.op, self.slots, values, found) if self.schema.mutated else None
+        if self.mutation is not None and not self.inferred and self.schema.has_out:
+            self.mutation.resize(self._computed_specs())
         self.errors: list[tuple[type[Exception], str]] = []
         self.fresh = self._fresh_specs()
 
@@ -90,9 +92,13 @@ class _Builder:
             return []
         if self.inferred:
             return inference.specs(self.result)
-        with compiler.scoped_x64():
-            found = contiguous_specs(lambda *inputs: self._results(inputs)[0], self.examples)
+        found = self._computed_specs()
         return found if self.mutation is None else found[:count]
+
+    def _computed_specs(self) -> list[Spec | None]:
+        """Return the specs of what the tier computes, for an op torch cannot infer."""
+        with compiler.scoped_x64():
+            return contiguous_specs(lambda *inputs: self._results(inputs)[0], self.examples)
 
     def _results(self, inputs: Sequence[Any]) -> tuple[list[Any], Any]:
         """Return what the tier computes, flat, and the conditions it requires."""

@@ -189,12 +189,16 @@ def _writing(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a factory's ``out=`` form: made in the dtype of ``out``, which is resized if it must be."""
 
     def write(*args: Any, out: Tensor, **options: Any) -> Tensor:
-        found = make(*args, **options, dtype=out.dtype, device=out.device)
-        if out.shape != found.shape:
-            out.resize_(found.shape)
-        return out.copy_(found)
+        return write_out(out, make(*args, **options, dtype=out.dtype, device=out.device))
 
     return write
+
+
+def write_out(out: Tensor, found: Tensor) -> Tensor:
+    """Copy a result into ``out``, resized if it must be."""
+    if out.shape != found.shape:
+        out.resize_(found.shape)
+    return out.copy_(found)
 
 
 def as_strided_scatter(
@@ -211,7 +215,7 @@ def as_strided_scatter(
 
 def _spaced_out_forms() -> dict[str, Callable[..., Tensor]]:
     overloads = ("", "Tensor_Tensor_", "Tensor_Scalar_", "Scalar_Tensor_")
-    makers = {"linspace": torch.linspace, "logspace": torch.logspace}
+    makers: dict[str, Any] = {"linspace": torch.linspace, "logspace": torch.logspace}
     return {f"{name}.{o}out": _writing(make) for name, make in makers.items() for o in overloads}
 
 

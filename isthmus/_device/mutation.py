@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,6 +46,15 @@ class Mutation:
         if any(self.resized) and not schema_of(op).has_out:
             # Some Meta kernels resize the target of an in-place op, which torch refuses: the CPU will say so.
             raise LoweringError(f"{op} would resize the tensor it writes to")
+
+    def resize(self, specs: Sequence[Spec | None]) -> None:
+        """Give the targets of an ``out=`` form the sizes of what is computed; torch could not infer them."""
+        if len(specs) == len(self.slots):
+            pairs = [(spec, slot.spec) for spec, slot in zip(specs, self.slots, strict=True)]
+            self.resized = [
+                None if new is None or new.size == old.size else replace(new, dtype=old.dtype)
+                for new, old in pairs
+            ]
 
     def write(self, results: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
         """Return the new value of each storage that is written to."""

@@ -16,6 +16,7 @@ from isthmus._ops.common import (
     INT_TO_FLOAT,
     NO_OPMATH,
     cast,
+    divide,
     elementwise,
     promote,
 )
@@ -178,8 +179,8 @@ SAME: dict[Any, Callable[..., Any]] = {
     aten.nextafter.default: jnp.nextafter,
 }
 FLOATING: dict[Any, Callable[..., Any]] = {
-    aten.div.Tensor: jnp.true_divide,
-    aten.div.Scalar: jnp.true_divide,
+    aten.div.Tensor: divide,
+    aten.div.Scalar: divide,
     aten.atan2.default: jnp.arctan2,
     aten.copysign.Tensor: jnp.copysign,
     aten.copysign.Scalar: jnp.copysign,
@@ -232,7 +233,7 @@ def _div_mode(op: Any) -> None:
         kind = INT_TO_FLOAT if rounding_mode is None else DEFAULT
         compute, result = promote(self, other, kind=kind)
         a, b = jnp.broadcast_arrays(cast(self, compute), cast(other, compute))
-        fn = {None: jnp.true_divide, "trunc": _trunc_divide, "floor": _floor_divide}[rounding_mode]
+        fn = {None: divide, "trunc": _trunc_divide, "floor": _floor_divide}[rounding_mode]
         return cast(fn(a, b), result)
 
 

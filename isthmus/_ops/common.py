@@ -72,6 +72,13 @@ def cast(operand: Any, dtype: Any) -> Array:
     return array.astype(dtype)
 
 
+def divide(a: Array, b: Array) -> Array:
+    """Divide, rounding once: by a number XLA would multiply by its reciprocal, and 287 / 41 be less than 7."""
+    if a.ndim and not b.ndim and jnp.issubdtype(a.dtype, jnp.floating):
+        b = jnp.where(jnp.isnan(a), jnp.ones_like(b), b)
+    return jnp.true_divide(a, b)
+
+
 def elementwise(
     op: OpOverload | Missing,
     function: Callable[..., Any],

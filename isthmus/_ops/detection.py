@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from isthmus._ops.common import accumulation_dtype, cast
+from isthmus._ops.common import accumulation_dtype, cast, divide
 from isthmus._ops.registry import lowering_when_defined
 from isthmus._runtime.dtypes import to_torch_dtype
 from isthmus.errors import Unsupported
@@ -83,11 +83,6 @@ def nms(dets: Array, scores: Array, iou_threshold: float, size: int) -> Array:
 # Regions of interest, sampled by interpolation
 
 
-def _divided(x: Array, by: int) -> Array:
-    """Divide, rounding once: XLA would multiply by the reciprocal of a constant, and 14 / 7 be more than 2."""
-    return x / jnp.where(jnp.isnan(x), 1, by).astype(x.dtype)
-
-
 class _Axis(NamedTuple):
     """One axis of every region: where its bins begin, how long they are, how many points each has."""
 
@@ -111,7 +106,7 @@ def _axis(rois: Array, first: int, scale: float, bins: int, length: int, ratio: 
     offset = 0.5 if aligned else 0.0
     start, end = (rois[:, first + i] * scale - offset for i in (0, 2))
     extent = end - start if aligned else jnp.maximum(end - start, 1)
-    length_of_bin = _divided(extent, bins)
+    length_of_bin = divide(extent, jnp.asarray(bins, extent.dtype))
     points = ratio if ratio > 0 else jnp.ceil(length_of_bin)
     # A region that is nowhere has no points. It also keeps the loop over them a loop: see _each_point.
     points = jnp.where(jnp.isnan(extent), 0, points).astype(jnp.int32)
@@ -242,7 +237,8 @@ def _round(x: Array) -> Array:
 def _extent(first: Array, last: Array, scale: float, bins: int, length: int) -> tuple[Array, Array]:
     """Return where every bin begins and ends along one axis, in whole pixels inside the image."""
     begin, end = _round(first * scale), _round(last * scale)
-    step = _divided(jnp.maximum(end - begin + 1, 1), bins)
+    pixels = jnp.maximum(end - begin + 1, 1)
+    step = divide(pixels, jnp.asarray(bins, pixels.dtype))
     at = jnp.arange(bins)
     low = jnp.floor(at * step[:, None]) + begin[:, None]
     high = jnp.ceil((at + 1) * step[:, None]) + begin[:, None]
