@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 from typing import Any
 
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from _isthmus_autoload import rival
 from isthmus.errors import RegistrationError
 
 _lock = threading.RLock()
@@ -33,6 +35,17 @@ def register() -> None:
         objects.install()
         modules.install()
         _serve_accelerator()
+        _warn_of_rival()
+
+
+def _warn_of_rival() -> None:
+    found = rival()
+    if found is not None:
+        warnings.warn(
+            f"device 'jax' takes this process's place for an accelerator: backward() of a {found!r} tensor may "
+            f"now fail inside torch; train on {found!r} in a process that does not import isthmus",
+            stacklevel=3,
+        )
 
 
 class _Hooks(torch._C._acc.PrivateUse1Hooks):

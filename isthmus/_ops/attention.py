@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -12,6 +13,7 @@ from isthmus._graph.names import aten
 from isthmus._ops.common import accumulation_dtype, cast
 from isthmus._ops.matmul import precision
 from isthmus._ops.registry import lowering
+from isthmus._runtime import compiler
 from isthmus.errors import Unsupported
 
 Array = Any
@@ -61,6 +63,33 @@ def attention(
     return out.reshape(batch, heads, length, value.shape[-1]), sums
 
 
+def _flash_takes(query: Array, key: Array, value: Array, bias: Array | None, is_causal: bool) -> bool:
+    """Return whether cuDNN computes exactly this; with a mask, its rows that see nothing are not torch's."""
+    half = query.dtype in (jnp.bfloat16, jnp.float16)
+    shapes = key.shape == value.shape and (not is_causal or query.shape[2] == key.shape[2])
+    return compiler.platform() == "gpu" and half and bias is None and shapes and query.shape[-1] % 8 == 0
+
+
+def flash_attention(
+    query: Array, key: Array, value: Array, is_causal: bool, scale: float | None, sums: bool = False
+) -> Any:
+    """Return what cuDNN's kernel gives, heads before lengths as torch has them, and the sums if asked."""
+    q, k, v = (x.swapaxes(1, 2) for x in (query, key, value))
+    how: dict[str, Any] = {"scale": scale, "is_causal": is_causal, "return_residual": sums}
+    found: Any = jax.nn.dot_product_attention(q, k, v, **how, implementation="cudnn")
+    return tuple(x.swapaxes(1, 2) for x in found) if sums else found.swapaxes(1, 2)
+
+
+def _fastest(
+    query: Array, key: Array, value: Array, bias: Array | None, is_causal: bool, scale: float | None
+) -> tuple[Array, Array]:
+    if _flash_takes(query, key, value, bias, is_causal):
+        # Which sizes it has is known to it alone, and said by raising.
+        with contextlib.suppress(ValueError, NotImplementedError, RuntimeError):
+            return flash_attention(query, key, value, is_causal, scale, sums=True)
+    return attention(query, key, value, bias, is_causal, scale)
+
+
 def _lift(x: Array | None) -> Array | None:
     return x if x is None or x.ndim == 4 else x.reshape((1,) * (4 - x.ndim) + x.shape)
 
@@ -79,10 +108,18 @@ def fused_attention(
     """Attention without dropout; the extra results are what backward would need of a fused kernel."""
     if dropout_p:
         raise Unsupported("dropout inside attention")
-    out, sums = attention(_lift(query), _lift(key), _lift(value), _lift(attn_bias), is_causal, scale)
+    out, sums = _fastest(_lift(query), _lift(key), _lift(value), _lift(attn_bias), is_causal, scale)
     out = cast(out.reshape(*query.shape[:-1], value.shape[-1]), query.dtype)
     nothing = jnp.zeros((), jnp.int64)
     return (out, cast(sums, jnp.float32), None, None, query.shape[-2], key.shape[-2], nothing, nothing, None)
+
+
+def _flash_gradients(
+    grad: Array, query: Array, key: Array, value: Array, is_causal: bool, scale: float | None
+) -> tuple[Array, ...]:
+    _, transpose = jax.vjp(lambda q, k, v: flash_attention(q, k, v, is_causal, scale), query, key, value)
+    found: tuple[Array, ...] = transpose(grad)
+    return found
 
 
 @lowering(aten._scaled_dot_product_fused_attention_overrideable_backward.default, matmul=True)
@@ -108,6 +145,9 @@ def fused_attention_backward(
     """The gradients for query, key, value and bias, with the probabilities computed again."""
     if dropout_p:
         raise Unsupported("dropout inside attention")
+    if query.ndim == 4 and _flash_takes(query, key, value, attn_bias, is_causal):
+        with contextlib.suppress(ValueError, NotImplementedError, RuntimeError):
+            return (*_flash_gradients(grad_out, query, key, value, is_causal, scale), None)
     wide = accumulation_dtype(query.dtype)
     floating = attn_bias is not None and jnp.issubdtype(attn_bias.dtype, jnp.floating)
     operands = [query, key, value] + ([attn_bias] if floating else [])

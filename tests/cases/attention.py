@@ -2,9 +2,9 @@
 
 import torch
 
+from isthmus._graph.names import aten
 from tests.support import b8, bf16, case, f32, f64, fails, values
 
-aten = torch.ops.aten
 SDPA = aten.scaled_dot_product_attention.default
 Q, K, V = f32(2, 4, 5, 8), f32(2, 4, 7, 8).then(lambda t: t / 2), f32(2, 4, 7, 6)
 HOLES = b8(5, 7).then(lambda t: t.index_fill(0, torch.tensor([2]), False))

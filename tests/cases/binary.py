@@ -1,10 +1,7 @@
 """Cases for elementwise ops of two operands."""
 
-import torch
-
+from isthmus._graph.names import aten
 from tests.support import b8, bf16, c64, case, f32, f64, fails, i32, i64, u8
-
-aten = torch.ops.aten
 
 CASES = [
     case(aten.add.Tensor, f32(3, 4), f32(4)),

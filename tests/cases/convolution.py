@@ -2,9 +2,9 @@
 
 import torch
 
+from isthmus._graph.names import aten
 from tests.support import bf16, case, f16, f32, f64, fails
 
-aten = torch.ops.aten
 LAST = lambda t: t.to(memory_format=torch.channels_last)  # noqa: E731
 CONV, BACK = aten.convolution.default, aten.convolution_backward.default
 ALL = [True, True, True]

@@ -4,9 +4,9 @@ import math
 
 import torch
 
+from isthmus._graph.names import aten
 from tests.support import b8, bf16, case, f32, f64, fails, i32, i64, values
 
-aten = torch.ops.aten
 TIES = values([[2.0, 5.0, 5.0, 1.0], [1.0, math.nan, 2.0, math.nan]])
 CASES = []
 for _op in (aten.cumsum.default, aten.cumprod.default):

@@ -4,9 +4,9 @@ import math
 
 import torch
 
+from isthmus._graph.names import aten
 from tests.support import bf16, case, f16, f32, f64, fails, values
 
-aten = torch.ops.aten
 forward, backward = aten._cdist_forward.default, aten._cdist_backward.default
 pairs, pairs_backward = aten._pdist_forward.default, aten._pdist_backward.default
 ROWS = values([[0.0, 1.0, 2.0], [3.0, -1.0, 2.0], [0.0, 1.0, -4.0]])  # rows equal in some coordinates

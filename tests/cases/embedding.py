@@ -1,10 +1,8 @@
 """Cases for embeddings and their gradients."""
 
-import torch
-
+from isthmus._graph.names import aten
 from tests.support import bf16, case, f32, f64, fails, i32, i64, values
 
-aten = torch.ops.aten
 ROWS = values([[1, 2, 2], [0, 4, 2]])
 
 CASES = [

@@ -7,8 +7,6 @@ import torch
 
 from tests.support import bf16, case, f32, f64, fails, i64, values
 
-aten = torch.ops.aten
-
 
 @dataclass(frozen=True)
 class Bags:

@@ -2,9 +2,9 @@
 
 import torch
 
+from isthmus._graph.names import aten
 from tests.support import bf16, c64, c128, case, f32, f64, fails
 
-aten = torch.ops.aten
 c2c, r2c, c2r = aten._fft_c2c.default, aten._fft_r2c.default, aten._fft_c2r.default
 
 CASES = [

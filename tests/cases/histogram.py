@@ -2,9 +2,9 @@
 
 import torch
 
+from isthmus._graph.names import aten
 from tests.support import bf16, case, f16, f32, f64, fails, i64, values
 
-aten = torch.ops.aten
 COUNT, EDGES = aten.histogram.bin_ct, aten.histogram.bins_tensor
 BY_COUNTS, BY_EDGES = aten._histogramdd_from_bin_cts.default, aten._histogramdd_from_bin_tensors.default
 NAN = float("nan")

@@ -2,9 +2,9 @@
 
 import torch
 
+from isthmus._graph.names import aten
 from tests.support import b8, bf16, c64, case, f32, f64, fails, i32, i64, u8, values
 
-aten = torch.ops.aten
 ROWS = values([2, 0, -1])
 COLS = values([[1], [-2]])
 UNIQUE = values([2, 0])

@@ -2,9 +2,9 @@
 
 import torch
 
+from isthmus._graph.names import aten
 from tests.support import Make, b8, bf16, c64, c128, case, f32, f64, fails, i64, u8, values
 
-aten = torch.ops.aten
 _TYPES = (f32, f64, c64, c128)
 _LinAlgError = torch.linalg.LinAlgError
 

@@ -2,9 +2,9 @@
 
 import torch
 
+from isthmus._graph.names import aten
 from tests.support import bf16, case, f32, f64, fails, values
 
-aten = torch.ops.aten
 TARGET, TARGET2 = values([0, 6, 3, -100, 2]), values([[[0, 1], [4, 2]], [[3, 3], [1, 0]]])
 INF = float("inf")
 PAIRS = {"mse_loss": (), "smooth_l1_loss": (0.5,), "huber_loss": (0.5,), "soft_margin_loss": ()}

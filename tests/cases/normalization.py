@@ -1,10 +1,8 @@
 """Cases for normalization; half types go through the composites, whose statistics torch keeps to itself."""
 
-import torch
-
+from isthmus._graph.names import aten
 from tests.support import bf16, case, f32, f64, fails
 
-aten = torch.ops.aten
 T = lambda t: t.transpose(0, 1)  # noqa: E731
 MEAN, RSTD = f32(4, 1), f32(4, 1).between(0.5, 2)
 BATCH, SAVED = f32(4, 3, 2), f32(3).between(0.5, 2)

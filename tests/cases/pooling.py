@@ -2,9 +2,9 @@
 
 import torch
 
+from isthmus._graph.names import aten
 from tests.support import bf16, case, f16, f32, f64, fails, i64, values
 
-aten = torch.ops.aten
 INF, NAN = float("inf"), float("nan")
 LAST = lambda t: t.to(memory_format=torch.channels_last)  # noqa: E731
 ODD = values([[[[1.0, 1.0, NAN, 2.0, -INF], [1.0, 1.0, NAN, 2.0, -INF], [0.0, 3.0, 3.0, -INF, -INF]]]])

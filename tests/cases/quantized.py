@@ -2,9 +2,9 @@
 
 import torch
 
+from isthmus._graph.names import aten
 from tests.support import bf16, case, f16, f32, fails, i8, u8, values
 
-aten = torch.ops.aten
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
 
 

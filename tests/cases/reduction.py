@@ -4,9 +4,9 @@ import math
 
 import torch
 
+from isthmus._graph.names import aten
 from tests.support import b8, bf16, c64, case, f16, f32, f64, fails, i32, i64, u8, values
 
-aten = torch.ops.aten
 NAN = values([[1.0, math.nan, 2.0], [3.0, -1.0, -4.0]])
 TIES = values([[2, 5, 5, 1], [7, 7, 0, 0]])
 

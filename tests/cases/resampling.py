@@ -2,9 +2,9 @@
 
 import torch
 
+from isthmus._graph.names import aten
 from tests.support import bf16, case, f32, f64, fails, u8
 
-aten = torch.ops.aten
 LAST = lambda t: t.to(memory_format=torch.channels_last)  # noqa: E731
 INPUT = {1: f32(2, 3, 9), 2: f32(2, 3, 5, 4), 3: f32(1, 2, 4, 3, 5)}
 SIZES = {1: ([5], [18], [13]), 2: ([3, 8], [10, 8], [1, 1]), 3: ([2, 7, 5], [8, 6, 10], [3, 3, 3])}

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
+from isthmus._graph.names import aten
 from tests.support import bf16, case, f32, fails, i64, values
 
-aten = torch.ops.aten
 NAN, INF = float("nan"), float("inf")
 FORWARD, BACKWARD = aten.segment_reduce.default, aten._segment_reduce_backward.default
 ODD = values([[1.0, 0.0], [2.0, NAN], [2.0, 0.0], [INF, 3.0], [-1.0, 3.0], [0.0, -2.0]])

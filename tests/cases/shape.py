@@ -2,9 +2,9 @@
 
 import torch
 
+from isthmus._graph.names import aten
 from tests.support import b8, bf16, case, f32, f64, fails, i32, i64, values
 
-aten = torch.ops.aten
 CPU = torch.device("cpu")
 
 

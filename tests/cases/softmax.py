@@ -2,9 +2,9 @@
 
 import torch
 
+from isthmus._graph.names import aten
 from tests.support import bf16, case, f16, f32, f64, fails, values
 
-aten = torch.ops.aten
 INF = float("inf")
 EXTREMES = values([[1e4, -1e4, 0.0], [-INF, 1.0, 2.0], [-INF, -INF, -INF], [INF, 1.0, 2.0]])
 

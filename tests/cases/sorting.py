@@ -4,9 +4,9 @@ import math
 
 import torch
 
+from isthmus._graph.names import aten
 from tests.support import b8, bf16, case, f32, f64, fails, i32, i64, u8, values
 
-aten = torch.ops.aten
 NAN = values([1.0, math.nan, 2.0, -0.0, 0.0, -math.inf, math.inf, math.nan])
 ONE_NAN = values([1.0, math.nan, 2.0, -3.0, math.inf, -math.inf])
 EDGES = values([-2.0, -1.0, 0.0, 0.0, 1.5])

@@ -4,9 +4,9 @@ import math
 
 import torch
 
+from isthmus._graph.names import aten
 from tests.support import b8, bf16, c64, c128, case, f32, f64, fails, i8, i32, i64, u8, values
 
-aten = torch.ops.aten
 EDGE = values([math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, -1.0, 2.5, -2.5])
 EDGE64 = values(EDGE().tolist(), dtype=torch.float64)
 

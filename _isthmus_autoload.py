@@ -1,0 +1,34 @@
+"""What ``import torch`` runs: it adds the device "jax", unless that would cost this torch another one.
+
+A device from outside takes torch's one place for an accelerator. From then on autograd asks it for the streams
+of every device, and ``backward()`` of a CUDA tensor dies in an internal assert (torch 2.11). So where torch
+has an accelerator of its own, only ``import isthmus`` or ISTHMUS_AUTOLOAD=1 adds the device.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+
+
+def rival() -> str | None:
+    """Return the accelerator this torch can use here, or None; nothing is initialised to find out."""
+    if torch.version.cuda and (sys.platform != "linux" or _exists("/dev/nvidiactl", "/dev/dxg")):
+        return "cuda"
+    if torch.version.hip and _exists("/dev/kfd"):
+        return "cuda"
+    if getattr(torch.version, "xpu", None) and (sys.platform != "linux" or _exists("/dev/dri")):
+        return "xpu"
+    return "mps" if torch.backends.mps.is_built() else None
+
+
+def _exists(*paths: str) -> bool:
+    return any(os.path.exists(path) for path in paths)
+
+
+def run() -> None:
+    """Register the device if nothing is lost by it."""
+    if rival() is None or os.environ.get("ISTHMUS_AUTOLOAD") == "1":
+        import isthmus  # noqa: F401
