@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help venv demo test test-all lint format bench clean
+.PHONY: help venv demo test test-all lint format docs bench clean
 
 help: ## say what the targets do
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -30,11 +30,14 @@ format: venv ## rewrite the sources as ruff would
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test: lint ## lint, then the tests that are not slow
-	$(BIN)/python -m pytest -n 2 -m 'not slow'
+test: lint ## lint, then the tests that are not slow, and a part of torch's databases
+	$(BIN)/python -m pytest -n 2 -m 'not slow' --samples 12
 
-test-all: lint ## lint, then every test
+test-all: lint ## lint, then every test: torch's databases in full, into build/conformance.json
 	$(BIN)/python -m pytest -n 2
+
+docs: venv ## write docs/ops.md from the registry
+	$(BIN)/python docs/make_ops.py
 
 bench: venv ## what importing and dispatching cost
 	-$(BIN)/python benchmarks/import.py

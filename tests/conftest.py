@@ -28,10 +28,11 @@ def strict_fallback():
 
 
 @pytest.fixture
-def on_cpu(strict_fallback):
-    """Let ops fall to the CPU: the test counts those that do."""
+def limit(strict_fallback, request):
+    """Let ops fall to the CPU, since the test counts those that do; return how many samples to run."""
     isthmus.config.fallback = "cpu"
     _drop_programs()
+    return request.config.getoption("--samples")
 
 
 def _drop_programs() -> None:

@@ -16,7 +16,7 @@ from torch.testing._internal.common_modules import ModuleInfo, ModuleInput, modu
 
 from tests.conformance.trial import Trial
 from tests.conformance.values import PLACES, gradients, leaves
-from tests.conformance.verdict import Entry, Verdict, judge
+from tests.conformance.verdict import Entry, Verdict, chosen, judge
 
 Do = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], list[Any]]
 
@@ -82,7 +82,7 @@ def at(place: str, do: Do, module: torch.nn.Module, sample: ModuleInput) -> list
 
 @pytest.mark.parametrize(("info", "dtype", "entry"), parameters())
 def test_module(
-    info: ModuleInfo, dtype: torch.dtype, entry: Entry, record_property: Any, on_cpu: None
+    info: ModuleInfo, dtype: torch.dtype, entry: Entry, record_property: Any, limit: int | None
 ) -> None:
     do, train = KINDS[entry.kind]
     verdict = Verdict(entry)
@@ -90,7 +90,7 @@ def test_module(
     samples = info.module_inputs_func(info, "cpu", dtype, requires_grad=True, training=train)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for number, sample in enumerate(samples):
+        for number, sample in enumerate(chosen(samples, entry, limit)):
             module = build(info, sample, train, dtype)
             Trial(lambda place, m=module, s=sample: at(place, do, m, s)).run(verdict, number)
     judge(verdict, record_property)

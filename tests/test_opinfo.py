@@ -14,7 +14,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 from tests.conformance import kinds
-from tests.conformance.verdict import Entry, Verdict, judge
+from tests.conformance.verdict import Entry, Verdict, chosen, judge
 
 DTYPES = [torch.bool, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16]
 DTYPES += [torch.float32, torch.float64, torch.complex64]
@@ -78,10 +78,13 @@ def samples(op: OpInfo, kind: str, dtype: torch.dtype) -> Iterable[SampleInput]:
 
 
 @pytest.mark.parametrize(("op", "dtype", "entry"), parameters())
-def test_operator(op: OpInfo, dtype: torch.dtype, entry: Entry, record_property: Any, on_cpu: None) -> None:
+def test_operator(
+    op: OpInfo, dtype: torch.dtype, entry: Entry, record_property: Any, limit: int | None
+) -> None:
     verdict = Verdict(entry)
     torch.manual_seed(zlib.crc32(str(entry).encode()))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        kinds.run(op, CALLS[entry.kind], samples(op, entry.kind, dtype), verdict)
+        given = chosen(samples(op, entry.kind, dtype), entry, limit)
+        kinds.run(op, CALLS[entry.kind], given, verdict)
     judge(verdict, record_property)

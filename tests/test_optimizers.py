@@ -14,7 +14,7 @@ from torch.testing._internal.common_optimizers import OptimizerInfo, optim_db
 
 from tests.conformance.trial import Trial
 from tests.conformance.values import leaves
-from tests.conformance.verdict import Entry, Verdict, judge
+from tests.conformance.verdict import Entry, Verdict, chosen, judge
 
 STEPS = 5
 # It takes sparse gradients only, and the device has the strided layout only.
@@ -139,12 +139,12 @@ def parameters() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("info", "entry"), parameters())
-def test_optimizer(info: OptimizerInfo, entry: Entry, record_property: Any, on_cpu: None) -> None:
+def test_optimizer(info: OptimizerInfo, entry: Entry, record_property: Any, limit: int | None) -> None:
     verdict = Verdict(entry)
     do = DOES.get(entry.kind, trained)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for number, row in enumerate(rows(info, entry.kind)):
+        for number, row in enumerate(chosen(rows(info, entry.kind), entry, limit)):
 
             def at(place: str, row: dict[str, Any] = row) -> list[Any]:
                 options = {**row, **FLAGS[entry.kind]}

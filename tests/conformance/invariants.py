@@ -29,12 +29,36 @@ def _old_svd(sample: SampleInput, u: Any, s: Any, v: Any) -> Results:
     return _svd(sample, u, s, v.mH)
 
 
+def _named(sample: SampleInput, indices: Any, position: int) -> Any:
+    """Return the elements that indices name: of equal ones any may be named, unless the sort is stable."""
+    x, dim = sample.input, sample.kwargs.get("dim", (*sample.args, -1, -1)[position])
+    if not x.ndim or sample.kwargs.get("stable"):
+        return indices
+    return x.gather(dim, indices if indices.ndim == x.ndim else indices.unsqueeze(dim))
+
+
+def _argsort(sample: SampleInput, indices: Any) -> Results:
+    return [_named(sample, indices, 0)]
+
+
+def _sort(sample: SampleInput, values: Any, indices: Any) -> Results:
+    return [values, _named(sample, indices, 0)]
+
+
+def _kth(sample: SampleInput, values: Any, indices: Any) -> Results:
+    return [values, _named(sample, indices, 1)]
+
+
 # The number of results, which of them is fixed, and what fixes the others.
 _OPEN: dict[str, tuple[int, int, Callable[..., Results]]] = {
     "linalg.eigh": (2, 0, _eigh),
     "linalg.eig": (2, 0, _eig),
     "linalg.svd": (3, 1, _svd),
     "svd": (3, 1, _old_svd),
+    "argsort": (1, 0, _argsort),
+    "sort": (2, 0, _sort),
+    "topk": (2, 0, _kth),
+    "kthvalue": (2, 0, _kth),
 }
 
 

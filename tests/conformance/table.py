@@ -14,6 +14,13 @@ import torch
 OUTPUT = Path(os.environ.get("ISTHMUS_BUILD", Path(__file__).parents[2] / "build")) / "conformance.json"
 AS_IT_RUNS = OUTPUT.with_suffix(".jsonl")
 
+
+def pytest_addoption(parser: Any) -> None:
+    """Let a run be shorter than complete."""
+    told = "run at most this many samples of each entry of torch's databases, spread evenly"
+    parser.addoption("--samples", type=int, default=None, metavar="N", help=told)
+
+
 _rows: list[dict[str, Any]] = []
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,15 @@ class Expectations:
 
 
 expectations = Expectations()
+
+
+def chosen(samples: Iterable[Any], entry: Entry, limit: int | None) -> list[Any]:
+    """Return the samples to run: all, or as many as asked for unless the entry is known to be special."""
+    made = list(samples)
+    known = any(expectations.find(rows, entry) for rows in (expectations.gaps, expectations.cpu))
+    if limit is None or known or len(made) <= limit:
+        return made
+    return [made[i * len(made) // limit] for i in range(limit)]
 
 
 def judge(verdict: Verdict, record: Any) -> None:
