@@ -40,7 +40,10 @@ def in_torch(device: str, inputs: list[np.ndarray], dtype: torch.dtype) -> tuple
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return [out.detach(), *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))]
 
-    wait: dict[str, Callable[[Any], Any]] = {"cpu": lambda _: None, "cuda": lambda _: torch.cuda.synchronize()}
+    wait: dict[str, Callable[[Any], Any]] = {
+        "cpu": lambda _: None,
+        "cuda": lambda _: torch.cuda.synchronize(),
+    }
     spent = median_ms(call, wait.get(device, lambda _: torch.jax.synchronize()))
     return spent, [t.cpu().double() for t in call()]
 

@@ -146,6 +146,8 @@ def mode(self: Array, dim: int = -1, keepdim: bool = False) -> tuple[Array, Arra
 def search(sequence: Array, values: Array, right: bool) -> Array:
     """Return where each value would be inserted; leading dims of the two are batches."""
     side = "right" if right else "left"
+    if not sequence.size or not values.size:  # in nothing, the place is the first
+        return jnp.zeros(values.shape, jnp.int64)
     if sequence.ndim <= 1:
         return jnp.searchsorted(sequence, values, side=side)
     rows = sequence.reshape(-1, sequence.shape[-1])
