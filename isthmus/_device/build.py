@@ -42,7 +42,10 @@ def build(kernel: Kernel, inputs: list[Any], values: Values, traced: bool) -> Pl
 
 def _choose(kernel: Kernel, inputs: list[Any], values: Values, traced: bool) -> Plan:
     """Return the plan of the first tier that can answer."""
-    check_device(kernel.schema.named(values).get("device"))
+    device = kernel.schema.named(values).get("device")
+    check_device(device)
+    if device is not None and device.type != "jax":
+        return _elsewhere(kernel, device)
     tier: Tier | None = kernel.lowering or decompose.function_for(kernel.functional)
     reason = "nothing lowers it"
     try:
@@ -65,6 +68,21 @@ def _choose(kernel: Kernel, inputs: list[Any], values: Values, traced: bool) -> 
         raise IsthmusError(f"{kernel.op} cannot run inside a trace: {reason}")
     fallback.permit(kernel.op, kernel.schema.named(values), reason)
     return lambda _, values: fallback.run(kernel.op, values, reason)
+
+
+def _elsewhere(kernel: Kernel, device: torch.device) -> Plan:
+    """Return the plan of a call such as ``ones_like(x, device="cpu")``: only the layout of ``x`` matters."""
+
+    def there(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+
+    def run(_: list[Any], values: Values) -> Any:
+        args, kwargs = kernel.schema.split(tuple(there(value) for value in values))
+        return kernel.op(*args, **kwargs)
+
+    return run
 
 
 class _Builder:

@@ -74,7 +74,7 @@ def cast(operand: Any, dtype: Any) -> Array:
 
 def divide(a: Array, b: Array) -> Array:
     """Divide, rounding once: by a number XLA would multiply by its reciprocal, and 287 / 41 be less than 7."""
-    if a.ndim and not b.ndim and jnp.issubdtype(a.dtype, jnp.floating):
+    if not b.ndim and jnp.issubdtype(a.dtype, jnp.floating):
         b = jnp.where(jnp.isnan(a), jnp.ones_like(b), b)
     return jnp.true_divide(a, b)
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import Number, accumulation_dtype, cast
+from isthmus._ops.common import Number, accumulation_dtype, cast, divide
 from isthmus._ops.registry import lowering
 from isthmus._runtime.dtypes import to_jax_dtype
 
@@ -118,12 +118,15 @@ def eye_m(n: int, m: int, dtype: Any = None) -> Array:
     return jnp.eye(n, m, dtype=_default_dtype() if dtype is None else dtype)
 
 
-def _spaced(start: Any, end: Any, steps: int, wide: Any) -> Array:
+def _spaced(start: Any, end: Any, steps: int, result: Any) -> Array:
     """Return evenly spaced numbers, counted from whichever end is nearer so that both ends are exact."""
+    if jnp.issubdtype(result, jnp.integer):  # torch makes the ends integers first
+        start, end = cast(start, result), cast(end, result)
+    wide = _wide(result)
     first, last = cast(start, wide), cast(end, wide)
     if steps <= 1:
         return jnp.broadcast_to(first, (steps,))
-    step = (last - first) / (steps - 1)
+    step = divide(last - first, jnp.asarray(steps - 1, wide))
     at = jnp.arange(steps)
     return jnp.where(at < steps // 2, first + step * at, last - step * (steps - 1 - at)).astype(wide)
 
@@ -146,14 +149,14 @@ def _linspace(op: Any) -> None:
     @lowering(op)
     def lowered(start: Any, end: Any, steps: int, dtype: Any = None) -> Array:
         result = _result_dtype(dtype, start, end)
-        return cast(_spaced(start, end, steps, _wide(result)), result)
+        return cast(_spaced(start, end, steps, result), result)
 
 
 def _logspace(op: Any) -> None:
     @lowering(op)
     def lowered(start: Any, end: Any, steps: int, base: float = 10.0, dtype: Any = None) -> Array:
         result = _result_dtype(dtype, start, end)
-        exponents = _spaced(start, end, steps, _wide(result))
+        exponents = _spaced(start, end, steps, result)
         return cast(jnp.power(jnp.asarray(base, exponents.dtype), exponents), result)
 
 

@@ -36,14 +36,14 @@ _scanned(aten.cumprod.default, jax.lax.cumprod)
 
 def _complex_logcumsumexp(x: Array, axis: int) -> Array:
     """One element after another, as torch goes: the order decides the branch of a complex logarithm."""
-    moved = jnp.moveaxis(x, axis, 0)
+    moved = cast(jnp.moveaxis(x, axis, 0), np.complex128)  # its gradient magnifies every rounding
 
     def step(total: Array, element: Array) -> tuple[Array, Array]:
         total = logaddexp(element, total)
         return total, total
 
     _, rest = jax.lax.scan(step, moved[0], moved[1:])
-    return jnp.moveaxis(jnp.concatenate([moved[:1], rest]), 0, axis)
+    return cast(jnp.moveaxis(jnp.concatenate([moved[:1], rest]), 0, axis), x.dtype)
 
 
 def _logcumsumexp(op: Any) -> None:

@@ -11,7 +11,7 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from isthmus._graph.names import aten
 from isthmus._ops.checks import require
-from isthmus._ops.common import cast, promote, wrap_dim
+from isthmus._ops.common import accumulation_dtype, cast, promote, wrap_dim
 from isthmus._ops.registry import lowering
 from isthmus.errors import Unsupported
 
@@ -296,9 +296,9 @@ def linalg_cross(self: Array, other: Array, dim: int = -1) -> Array:
 @lowering(aten.linalg_matrix_exp.default)
 def linalg_matrix_exp(self: Array) -> Array:
     """The exponential of matrices."""
-    check_dtype(self)
     if self.size == 0:
         return self
     with jax.default_matmul_precision("highest"):
         # JAX gives nan where more squarings are needed: not before norms of 2**64.
-        return jax.scipy.linalg.expm(self, max_squarings=64)
+        found = jax.scipy.linalg.expm(cast(self, accumulation_dtype(self.dtype)), max_squarings=64)
+        return cast(found, self.dtype)

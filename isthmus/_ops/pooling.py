@@ -14,6 +14,7 @@ from isthmus._graph.names import aten
 from isthmus._ops.checks import require
 from isthmus._ops.common import accumulation_dtype, cast, keyword_signature
 from isthmus._ops.registry import lowering
+from isthmus.errors import Unsupported
 
 Array = Any
 _NOWHERE = np.iinfo(np.int32).max
@@ -171,6 +172,8 @@ def avg_pool(
     margins = [*none, *_margins(sizes, counts, kernel, steps, padding, [1] * n)]
     zero = np.zeros((), x.dtype)
     total = jax.lax.reduce_window(x, zero, jax.lax.add, (*ones, *kernel), (*ones, *steps), margins)
+    if override == 0:
+        raise Unsupported("a divisor of zero")
     divisor = _divisor(sizes, counts, kernel, steps, padding, include_pad, override)
     if jnp.issubdtype(x.dtype, jnp.floating):
         return total / divisor.astype(x.dtype)

@@ -311,5 +311,7 @@ def native_dropout(input: Array, p: Any, train: bool | None, rng: Any) -> tuple[
 @lowering(aten.native_dropout_backward.default, dynamic=("scale",))
 def native_dropout_backward(grad_output: Array, mask: Array, scale: Any) -> Array:
     """The gradient where elements were kept."""
-    wide = accumulation_dtype(grad_output.dtype)
-    return cast(jnp.where(mask, grad_output.astype(wide) * cast(scale, wide), 0), grad_output.dtype)
+    inexact = jnp.issubdtype(grad_output.dtype, jnp.inexact)
+    result = grad_output.dtype if inexact else np.dtype(np.float32)
+    wide = accumulation_dtype(result)
+    return cast(jnp.where(mask, cast(grad_output, wide) * cast(scale, wide), 0), result)
