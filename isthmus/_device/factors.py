@@ -13,6 +13,7 @@ from torch import Tensor
 
 from isthmus._device.conjugate import resolving
 from isthmus._device.dispatch import kernel_for
+from isthmus._device.factories import write_out
 
 _aten = torch.ops.aten
 _det, _slogdet, _lstsq = (
@@ -63,11 +64,7 @@ def linalg_lstsq_out(
 ) -> Any:
     """Solve least squares into ``solution``, ``residuals``, ``rank`` and ``singular_values``."""
     found = linalg_lstsq(A, b, rcond, driver=driver)
-    for target, value in zip(targets.values(), found, strict=True):
-        if target.shape != value.shape:
-            target.resize_(value.shape)
-        target.copy_(value)
-    return tuple(targets.values())
+    return tuple(write_out(target, value) for target, value in zip(targets.values(), found, strict=True))
 
 
 KERNELS = {

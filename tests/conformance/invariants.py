@@ -57,6 +57,7 @@ _OPEN: dict[str, tuple[int, int, Callable[..., Results]]] = {
     "svd": (3, 1, _old_svd),
     "argsort": (1, 0, _argsort),
     "sort": (2, 0, _sort),
+    "mode": (2, 0, _sort),
     "topk": (2, 0, _kth),
     "kthvalue": (2, 0, _kth),
 }
