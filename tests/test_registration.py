@@ -8,6 +8,7 @@ from importlib.metadata import entry_points
 import pytest
 import torch
 
+import _isthmus_autoload
 import isthmus
 
 LATE = """
@@ -66,8 +67,9 @@ def test_registered_by_hand_before_a_backward_works() -> None:
 
 
 @pytest.mark.skipif(
-    not [e for e in entry_points(group="torch.backends") if e.name == "isthmus"],
-    reason="torch finds the package only where it is installed",
+    _isthmus_autoload.rival() is not None
+    or not [e for e in entry_points(group="torch.backends") if e.name == "isthmus"],
+    reason="torch finds the package only where it is installed and takes no other accelerator's place",
 )
 def test_import_torch_is_enough_and_loads_no_jax() -> None:
     run(LAZY)
@@ -177,3 +179,39 @@ def test_torchs_settings_stay_as_they_were() -> None:
     assert torch.get_default_device().type == "cpu"
     assert torch.get_float32_matmul_precision() == "highest"
     assert isthmus.__version__
+
+
+RIVAL = """
+import os, sys, warnings
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+import torch
+torch.version.cuda = "13.0"  # as if torch were built for CUDA, and a GPU were there
+plain, os.path.exists = os.path.exists, lambda path: path == "/dev/nvidiactl" or plain(path)
+import _isthmus_autoload
+assert _isthmus_autoload.rival() == "cuda"
+_isthmus_autoload.run()
+assert "isthmus" not in sys.modules
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    if sys.argv[1] == "asked":
+        os.environ["ISTHMUS_AUTOLOAD"] = "1"
+        _isthmus_autoload.run()
+    else:
+        import isthmus
+assert torch.ones(2, device="jax").sum().item() == 2
+assert [w for w in seen if "backward() of a 'cuda' tensor may now fail" in str(w.message)], seen
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it plays the device files of Linux")
+@pytest.mark.parametrize("how", ["asked", "imported"])
+def test_import_torch_takes_no_place_from_cuda(how: str) -> None:
+    ran = subprocess.run([sys.executable, "-c", RIVAL, how], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_no_rival_here_means_none_is_named() -> None:
+    if torch.cuda.is_available() or torch.backends.mps.is_built():
+        assert _isthmus_autoload.rival() is not None
+    else:
+        assert _isthmus_autoload.rival() is None

@@ -236,3 +236,22 @@ def test_strided_sources_and_targets(name: str) -> None:
         target = torch.zeros(shape)
         view(target).copy_(view(base.to("jax")))
         assert torch.equal(view(target), want)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x, device: torch.ones_like(x, device=device),
+        lambda x, device: torch.full_like(x, 2, device=device),
+        lambda x, device: torch.zeros_like(x, device=device),
+        lambda x, device: torch.rand_like(x, device=device),
+        lambda x, device: x.new_full((2,), 3, device=device),
+        lambda x, device: x.new_ones(2, device=device),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "meta", "jax"])
+def test_a_tensor_like_another_is_made_where_asked(make, device):
+    x = torch.arange(6.0).reshape(2, 3).t()
+    made, want = make(x.to("jax"), device), make(x, "cpu")
+    assert made.device.type == device
+    assert (made.shape, made.dtype, made.stride()) == (want.shape, want.dtype, want.stride())

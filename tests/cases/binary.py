@@ -1,7 +1,9 @@
 """Cases for elementwise ops of two operands."""
 
+import math
+
 from isthmus._graph.names import aten
-from tests.support import b8, bf16, c64, case, f32, f64, fails, i32, i64, u8
+from tests.support import b8, bf16, c64, case, f32, f64, fails, i32, i64, u8, values
 
 CASES = [
     case(aten.add.Tensor, f32(3, 4), f32(4)),
@@ -49,4 +51,30 @@ CASES += [
     case(aten.lerp.Scalar, f32(5), f32(5), 0.3),
     case(aten.lerp.Scalar, f32(5), f32(5), 0.9),
     case(aten.lerp.Tensor, bf16(5), bf16(5), bf16(5).between(0, 1)),
+]
+
+_EXTREME = values([math.inf, -math.inf, math.nan, 2.0])
+_NEVER = values([False, False, False, False])
+
+
+def _floor_of_quotient(x, number):
+    return (x / number).floor()
+
+
+CASES += [
+    case(aten.mul.Tensor, _EXTREME, _NEVER, id="infinity and nan by False"),
+    case(aten.mul.Tensor, _NEVER, _EXTREME.then(lambda t: t.double()), id="False by infinity and nan"),
+    # Rounded twice, 41 * 7 / 41 is less than 7.
+    case(_floor_of_quotient, values([287.0, 329.0, 385.0, 427.0, 82.0]), 41.0),
+    case(_floor_of_quotient, values([329.0, 47.0, 94.0]), 47.0),
+]
+CASES += [
+    fails(op, f32(5, 1), f32(5, 5), error=RuntimeError, match="doesn't match the broadcast shape")
+    for op in (
+        aten.add_.Tensor,
+        aten.atan2_.default,
+        aten.pow_.Tensor,
+        aten.eq_.Tensor,
+        aten.copysign_.Tensor,
+    )
 ]

@@ -80,4 +80,7 @@ CASES = [
     case(aten.logspace.default, 0, 2, 5, device=CPU),
     case(aten.logspace.default, 0, 3, 4, 2.0, dtype=torch.int64, device=CPU),
     case(aten.logspace.Tensor_Scalar, f32(), 1, 3, device=CPU),
+    case(aten.logspace.default, 0, 1.2, 2, dtype=torch.int64, device=CPU, id="ends become integers"),
+    case(aten.linspace.default, 4.3, 0, 50, dtype=torch.uint8, device=CPU, id="ends become integers"),
+    case(aten.linspace.default, 50, 1, 50, dtype=torch.uint8, device=CPU, id="downwards"),
 ]

@@ -76,6 +76,7 @@ CASES = [
     case(aten.nonzero.default, f32(), id="0-dim"),
     case(aten.nonzero.default, f32(0, 3), id="empty"),
     case(aten.nonzero_static.default, b8(3, 4), size=3),
+    case(aten.nonzero_static.default, f32(5, 0, 5), size=3, id="empty"),
     case(aten.nonzero_static.default, values([0, 2, 0, 1]), size=4, fill_value=-1),
 ]
 for _op in (aten.index_put.default, aten._unsafe_index_put.default):

@@ -73,6 +73,7 @@ CASES += [
     case(aten.searchsorted.Tensor, values([3.0, 1.0, 2.0]), f32(4), side="right", sorter=values([1, 2, 0])),
     case(aten.searchsorted.Tensor, EDGES, values([math.nan, math.inf]), id="nan"),
     case(aten.searchsorted.Tensor, f32(0), f32(3), id="empty"),
+    case(aten.searchsorted.Tensor, f32(0, 0), f32(0, 0), id="empty rows"),
     case(aten.isin.Tensor_Tensor, i64(3, 4), values([1, 2])),
     case(aten.isin.Tensor_Tensor, i32(5), i32(0), id="empty"),
     case(aten.isin.Tensor_Tensor, NAN, values([math.nan, 2.0]), invert=True, id="nan"),
