@@ -1,0 +1,114 @@
+"""The harness that runs torch's databases can fail: it tells wrong from right, and its list of gaps is true."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.common_modules import module_db
+from torch.testing._internal.common_optimizers import optim_db
+
+from tests import test_modules, test_opinfo, test_optimizers
+from tests.conformance import verdict
+from tests.conformance.trial import Trial
+from tests.conformance.values import Mismatch, compare_forms, compare_values, copied, to_jax
+from tests.conformance.verdict import Entry, Verdict, chosen, judge
+
+ENTRY = Entry("op_db", "no such op", "forward", "float32")
+
+
+def seen(at: dict[str, object]) -> Verdict:
+    """Return the verdict on a trial that gives these results, or raises these errors, in each place."""
+
+    def run(place: str) -> list[object]:
+        result = at[place]
+        if isinstance(result, Exception):
+            raise result
+        return [result.to("jax") if place == "jax" and isinstance(result, torch.Tensor) else result]
+
+    found = Verdict(ENTRY)
+    Trial(run).run(found, 0)
+    return found
+
+
+def test_a_wrong_value_is_wrong() -> None:
+    one, other = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.001])
+    assert seen({"cpu": one, "jax": one, "wide": one.double()}).status == "pass"
+    assert seen({"cpu": one, "jax": other, "wide": one.double()}).status == "wrong"
+    assert seen({"cpu": one, "jax": one.double(), "wide": one.double()}).status == "wrong"
+    assert seen({"cpu": one, "jax": one[:1], "wide": one.double()}).status == "wrong"
+    assert seen({"cpu": 3, "jax": 4, "wide": 3}).status == "wrong"
+
+
+def test_nearer_to_the_truth_than_the_cpu_is_right() -> None:
+    true = torch.tensor([1.0, 1000.0], dtype=torch.float64)
+    cpu, here = torch.tensor([1.0, 992.0]).bfloat16(), torch.tensor([1.0, 1000.0]).bfloat16()
+    assert seen({"cpu": cpu, "jax": here, "wide": true}).status == "pass"
+    assert seen({"cpu": here, "jax": here * 1.5, "wide": true}).status == "wrong"
+    nan = torch.tensor([1.0, float("nan")])
+    assert seen({"cpu": nan, "jax": torch.tensor([1.0, 2.0]), "wide": nan.double()}).status == "wrong"
+
+
+def test_an_error_must_be_the_cpus() -> None:
+    value = torch.ones(1)
+    assert seen({"cpu": ValueError("a"), "jax": ValueError("b")}).status == "pass"
+    assert seen({"cpu": ValueError("a"), "jax": RuntimeError("b")}).status == "wrong"
+    assert seen({"cpu": ValueError("a"), "jax": value}).status == "wrong"
+    assert seen({"cpu": value, "jax": ValueError("b")}).status == "raises"
+
+
+def test_results_must_be_on_the_device() -> None:
+    with pytest.raises(Mismatch, match="result on cpu"):
+        compare_forms([torch.ones(1)], [torch.ones(1)], "jax")
+    with pytest.raises(Mismatch, match="2 results"):
+        compare_forms([1, 2], [1], "jax")
+
+
+def test_values_are_compared_without_a_truth() -> None:
+    with pytest.raises(Mismatch):
+        compare_values([torch.ones(2)], [torch.zeros(2)], lambda: [])
+
+
+def test_copies_keep_strides_and_what_lies_between() -> None:
+    base = torch.arange(12.0)
+    view = base.as_strided((2, 2), (6, 2), 1)
+    for copy in (copied(view), to_jax(view)):
+        assert copy.stride() == (6, 2)
+        assert copy.as_strided((3,), (1,), 1).tolist() == [1.0, 2.0, 3.0]
+    copied(view).zero_()
+    assert base[1] == 1
+
+
+def test_a_fall_to_the_cpu_fails_unless_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Verdict(ENTRY, cpu={"aten.some_op.default"})
+    kept: list[tuple[str, object]] = []
+    with pytest.raises(pytest.fail.Exception, match=r"on the CPU: aten\.some_op"):
+        judge(found, lambda *row: kept.append(row))
+    assert kept[0][1]["cpu"] == ["aten.some_op.default"]
+    row = {"suite": "op_db", "names": [ENTRY.name], "reason": "a test"}
+    monkeypatch.setattr(verdict.expectations, "cpu", [row])
+    judge(found, lambda *row: None)
+    with pytest.raises(pytest.fail.Exception, match="stays on the device now"):
+        judge(Verdict(ENTRY), lambda *row: None)
+    monkeypatch.setattr(verdict.expectations, "gaps", [row])
+    with pytest.raises(pytest.fail.Exception, match="passes now"):
+        judge(found, lambda *row: None)
+
+
+def test_samples_are_spread_over_all() -> None:
+    assert chosen(range(100), ENTRY, None) == list(range(100))
+    assert chosen(range(100), ENTRY, 4) == [0, 25, 50, 75]
+    assert chosen(range(3), ENTRY, 4) == [0, 1, 2]
+
+
+def test_expectations_speak_of_entries_and_give_reasons() -> None:
+    names = {
+        "op_db": {test_opinfo.name_of(op) for op in op_db},
+        "module_db": {info.name for info in module_db},
+        "optim_db": {info.name for info in optim_db},
+    }
+    kinds = {*test_opinfo.CALLS, *test_modules.KINDS, *test_optimizers.FLAGS}
+    for row in verdict.expectations.gaps + verdict.expectations.cpu:
+        assert set(row["names"]) <= names[row["suite"]], row
+        assert set(row.get("kinds", [])) <= kinds, row
+        assert len(row["reason"]) > 10, row
