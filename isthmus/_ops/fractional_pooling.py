@@ -64,7 +64,8 @@ def _file(n: int, op: Any, backward: Any, order: Sequence[int]) -> None:
         shape = (*lead, *output_size)
         if 0 in shape:
             return jnp.zeros(shape, self.dtype), jnp.zeros(shape, jnp.int64)
-        samples = random_samples.reshape(planes, n)[:, list(order)]
+        # Of samples for a batch, one without a batch dim takes the first.
+        samples = random_samples.reshape(-1, n)[:planes, list(order)]
         x = self.reshape(planes, *self.shape[-n:])
         values, places = _pooled(x, kernel_size, output_size, samples)
         return values.reshape(shape), places.reshape(shape).astype(jnp.int64)
