@@ -138,12 +138,25 @@ def _mentions(lines: tuple[str, ...], op: OpOverload) -> bool:
 
 def _row(op: OpOverload) -> Place | None:
     packet = str(op).split(".")[1]
-    for pattern in (re.escape(str(op)), rf"\baten\.{packet}", rf"[\"']{packet}[\"']", packet):
-        for file in sorted(_OPS.glob("*.py")):
-            for number, line in enumerate(_source(file), 1):
-                if re.search(rf"{pattern}\b" if pattern[-1].isalnum() else pattern, line):
-                    return Place(file, number)
-    return None
+    words = _words()
+    return next((words[w] for w in (str(op), f"aten.{packet}", f'"{packet}"', packet) if w in words), None)
+
+
+_WORD = re.compile(r"aten\.(?P<packet>\w+)(?:\.\w+)?|[\"'](?P<quoted>\w+)[\"']|\w+")
+
+
+@functools.cache
+def _words() -> dict[str, Place]:
+    """Return where each word of the families stands first: names of overloads, of packets, in quotes and bare."""
+    found: dict[str, Place] = {}
+    for file in sorted(_OPS.glob("*.py")):
+        for number, line in enumerate(_source(file), 1):
+            for match in _WORD.finditer(line):
+                forms = [match[0], match["packet"] and f"aten.{match['packet']}", match["packet"]]
+                forms += [match["quoted"] and f'"{match["quoted"]}"', match["quoted"]]
+                for form in filter(None, forms):
+                    found.setdefault(form, Place(file, number))
+    return found
 
 
 @functools.cache

@@ -48,7 +48,8 @@ def out(op: OpInfo, sample: SampleInput) -> list[Any]:
         targets = tuple(map(prepare, made)) if isinstance(made, tuple) else prepare(made)
         result = op(sample.input, *sample.args, **sample.kwargs, out=targets)
         on_cpu = all([t.device.type == "cpu" for t in leaves(made)])
-        found += leaves([made, made] if on_cpu else [result, targets])
+        returned = made if on_cpu and result is not None else result
+        found += leaves([returned, made if on_cpu else targets])
     return found
 
 
