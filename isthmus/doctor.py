@@ -68,10 +68,17 @@ def _devices(report: Report) -> None:
     import jax
     import torch
 
+    from _isthmus_autoload import rival
+
     devices = jax.local_devices()
     kinds = ", ".join(sorted({f"{device.platform} ({device.device_kind})" for device in devices}))
     report.say("devices", f"{len(devices)} seen by JAX: {kinds}")
     report.say("torch.jax", f"{torch.device('jax', 0)} is {torch.get_device_module('jax').get_device_name()}")
+    other = rival()
+    if other is None:
+        report.say("added by", "import torch")
+    else:
+        report.say("added by", f"import isthmus only: torch has {other!r} here, whose place it takes in a process")
 
 
 def _registry(report: Report) -> None:
