@@ -78,7 +78,9 @@ def _devices(report: Report) -> None:
     if other is None:
         report.say("added by", "import torch")
     else:
-        report.say("added by", f"import isthmus only: torch has {other!r} here, whose place it takes in a process")
+        report.say(
+            "added by", f"import isthmus only: torch has {other!r} here, whose place it takes in a process"
+        )
 
 
 def _registry(report: Report) -> None:

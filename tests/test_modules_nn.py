@@ -179,3 +179,16 @@ def test_module_agrees_with_the_cpu(row: Row) -> None:
         assert found is not None, name
         assert found.device.type == "jax", name
         torch.testing.assert_close(found.cpu(), expected, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_complex_linear_has_the_conjugate_gradient(bias: bool) -> None:
+    def gradients(device: str) -> list[Tensor]:
+        torch.manual_seed(1)
+        layer = nn.Linear(3, 4, bias=bias, dtype=torch.complex64)
+        x = torch.randn(2, 5, 3, dtype=torch.complex64).to(device).requires_grad_()
+        layer = layer.to(device)
+        (layer(x).abs() ** 2).sum().backward()
+        return [t.grad.cpu() for t in (x, *layer.parameters())]
+
+    torch.testing.assert_close(gradients("jax"), gradients("cpu"))

@@ -120,9 +120,9 @@ def linear_backward(self: Array, grad_output: Array, weight: Array, output_mask:
     flat_self = self.reshape(-1, self.shape[-1])
     if output_mask[0]:
         matrix = weight if weight.ndim > 1 else weight[None]
-        grads[0] = cast(product(flat_grad, matrix), self.dtype).reshape(self.shape)
+        grads[0] = cast(product(flat_grad, matrix.conj()), self.dtype).reshape(self.shape)
     if output_mask[1] or output_mask[2]:  # torch gives both if either is asked for
-        grads[1] = cast(product(flat_grad.T, flat_self), weight.dtype).reshape(weight.shape)
+        grads[1] = cast(product(flat_grad.T, flat_self.conj()), weight.dtype).reshape(weight.shape)
         wide = accumulation_dtype(grad_output.dtype)
         total = flat_grad.astype(wide).sum(0)
         grads[2] = cast(total, grad_output.dtype).reshape(weight.shape[:-1])
