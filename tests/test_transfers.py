@@ -255,3 +255,11 @@ def test_a_tensor_like_another_is_made_where_asked(make, device):
     made, want = make(x.to("jax"), device), make(x, "cpu")
     assert made.device.type == device
     assert (made.shape, made.dtype, made.stride()) == (want.shape, want.dtype, want.stride())
+
+
+def test_numbers_given_as_tensors_go_where_the_result_is_made():
+    ends = torch.tensor([1.0, 4.0], device="jax")
+    made = torch.linspace(ends[0], ends[1], 4, device="cpu")
+    assert made.device.type == "cpu"
+    assert made.tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert torch.full_like(ends, 7.0, device="cpu").tolist() == [7.0, 7.0]

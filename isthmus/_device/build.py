@@ -71,15 +71,11 @@ def _choose(kernel: Kernel, inputs: list[Any], values: Values, traced: bool) -> 
 
 
 def _elsewhere(kernel: Kernel, device: torch.device) -> Plan:
-    """Return the plan of a call such as ``ones_like(x, device="cpu")``: only the layout of ``x`` matters."""
-
-    def there(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+    """Return the plan of a call such as ``ones_like(x, device="cpu")``: it runs there, on what is moved there."""
 
     def run(_: list[Any], values: Values) -> Any:
-        args, kwargs = kernel.schema.split(tuple(there(value) for value in values))
+        moved = tuple(value.to(device) if isinstance(value, Tensor) else value for value in values)
+        args, kwargs = kernel.schema.split(moved)
         return kernel.op(*args, **kwargs)
 
     return run

@@ -64,9 +64,11 @@ def infer(
 @contextlib.contextmanager
 def _quiet_in_place(op: OpOverload) -> Iterator[None]:
     """Silence torch's warning about a resized ``out=`` where some Meta kernels treat an in-place target as one."""
-    with warnings.catch_warnings():
-        if schema_of(op).mutated and not schema_of(op).has_out:
-            warnings.filterwarnings("ignore", "An output with one or more elements was resized")
+    if not schema_of(op).mutated or schema_of(op).has_out:
+        yield
+        return
+    with warnings.catch_warnings():  # for these alone: leaving it makes Python show old warnings again
+        warnings.filterwarnings("ignore", "An output with one or more elements was resized")
         yield
 
 
