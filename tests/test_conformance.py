@@ -80,7 +80,7 @@ def test_copies_keep_strides_and_what_lies_between() -> None:
 
 
 def test_a_fall_to_the_cpu_fails_unless_expected(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Verdict(ENTRY, cpu={"aten.some_op.default"})
+    found = Verdict(ENTRY, samples=1, cpu={"aten.some_op.default"})
     kept: list[tuple[str, object]] = []
     with pytest.raises(pytest.fail.Exception, match=r"on the CPU: aten\.some_op"):
         judge(found, lambda *row: kept.append(row))
@@ -89,10 +89,15 @@ def test_a_fall_to_the_cpu_fails_unless_expected(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(verdict.expectations, "cpu", [row])
     judge(found, lambda *row: None)
     with pytest.raises(pytest.fail.Exception, match="stays on the device now"):
-        judge(Verdict(ENTRY), lambda *row: None)
+        judge(Verdict(ENTRY, samples=1), lambda *row: None)
     monkeypatch.setattr(verdict.expectations, "gaps", [row])
     with pytest.raises(pytest.fail.Exception, match="passes now"):
         judge(found, lambda *row: None)
+
+
+def test_nothing_compared_is_no_pass() -> None:
+    with pytest.raises(pytest.skip.Exception, match="nothing was compared"):
+        judge(Verdict(ENTRY), lambda *row: None)
 
 
 def test_samples_are_spread_over_all() -> None:

@@ -95,6 +95,8 @@ def chosen(samples: Iterable[Any], entry: Entry, limit: int | None) -> list[Any]
 def judge(verdict: Verdict, record: Any) -> None:
     """Record a verdict for the table, and fail the test unless it is what is expected."""
     entry = verdict.entry
+    if not verdict.samples:
+        pytest.skip("torch has no such sample for the CPU, so nothing was compared")
     gap, cpu = (expectations.find(rows, entry) for rows in (expectations.gaps, expectations.cpu))
     detail = (verdict.wrong + verdict.raised)[:3]
     row = {**vars(entry), "status": verdict.status, "samples": verdict.samples}
