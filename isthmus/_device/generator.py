@@ -46,8 +46,11 @@ def set_state(state: torch.Tensor) -> None:
         default.seed, default.offset = int(seed), int(offset)
 
 
-def draw(generator: torch.Generator | None) -> np.ndarray[Any, Any]:
-    """Return the next (seed, offset) as four 32-bit words; a CPU generator is drawn from instead."""
+def draw(generator: torch.Generator | None, count: int = 1) -> np.ndarray[Any, Any]:
+    """Return the next (seed, offset) as four 32-bit words and use up ``count`` offsets.
+
+    A CPU generator is drawn from instead.
+    """
     if generator is not None:
         low, high = torch.randint(
             0, 2**32, (2,), generator=generator, dtype=torch.int64, device="cpu"
@@ -55,5 +58,5 @@ def draw(generator: torch.Generator | None) -> np.ndarray[Any, Any]:
         return np.array([high, low, 0, 0], np.uint32)
     with _lock:
         seed, offset = default.seed, default.offset
-        default.offset += 1
+        default.offset += count
     return np.array([seed >> 32, seed & _MASK, offset >> 32, offset & _MASK], np.uint32)

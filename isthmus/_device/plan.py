@@ -12,8 +12,8 @@ import torch
 
 from isthmus._device import strided
 from isthmus._device.buffer import Spec, is_dense, storage_order, storage_shape
-from isthmus._device.reinterpret import reinterpret
 from isthmus._ops.common import Number, cast
+from isthmus._ops.reinterpret import reinterpret
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
 from isthmus.errors import LoweringError
 

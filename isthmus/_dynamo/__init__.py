@@ -1,0 +1,1 @@
+"""torch.compile: FX graphs of functional ATen calls become XLA programs."""

@@ -1,0 +1,68 @@
+"""Where ``torch.compile(backend="isthmus")`` enters: AOTAutograd makes functional graphs, each becomes a program."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.fx import GraphModule
+
+from isthmus._dynamo import decompositions
+from isthmus._dynamo.options import Options, parse
+from isthmus._dynamo.program import Program
+from isthmus._dynamo.random import key_random_nodes
+
+_numbers = itertools.count()
+
+
+def isthmus(
+    module: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compile one graph of Dynamo's: forward and backward become XLA programs."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    chosen = parse(options)
+    number = next(_numbers)
+    compiled = aot_autograd(
+        fw_compiler=functools.partial(_compile, chosen, f"forward {number}"),
+        bw_compiler=functools.partial(_compile, chosen, f"backward {number}"),
+        inference_compiler=functools.partial(_compile, chosen, f"inference {number}"),
+        partition_fn=_partition,
+        decompositions=decompositions.table(),
+        keep_inference_input_mutations=True,
+    )
+    return compiled(module, example_inputs)
+
+
+def _partition(joint: GraphModule, *args: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+    """Split the joint graph where the least has to be kept for backward."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    key_random_nodes(joint.graph)
+    return min_cut_rematerialization_partition(joint, *args, **kwargs)
+
+
+def _compile(
+    options: Options, name: str, module: GraphModule, example_inputs: Sequence[Any]
+) -> Callable[..., Any]:
+    """Return the callable torch runs in place of a functional graph."""
+    key_random_nodes(module.graph)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    return _boxed(Program(module, options, name))
+
+
+def _boxed(program: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Return the program as torch calls it: with its list of arguments, which are freed as soon as they can be."""
+
+    def call(args: list[Any]) -> Any:
+        return program(args)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call

@@ -1,0 +1,29 @@
+"""Which ops torch takes apart before we see them: those that have a decomposition and no lowering."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch._ops import OpOverload
+
+from isthmus._graph.schema import schema_of
+from isthmus._ops import families  # noqa: F401  # importing it files every lowering
+from isthmus._ops.registry import lowering_of
+from isthmus._ops.views import VIEWS
+
+
+@functools.cache
+def table() -> dict[OpOverload, Callable[..., Any]]:
+    """Return torch's decompositions of ops that nothing here lowers whole."""
+    from torch._decomp import decomposition_table
+
+    return {
+        op: function
+        for op, function in decomposition_table.items()
+        if isinstance(op, OpOverload)
+        and op not in VIEWS
+        and not schema_of(op).mutated
+        and lowering_of(op) is None
+    }

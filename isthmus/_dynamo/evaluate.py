@@ -1,0 +1,227 @@
+"""A functional graph run on arrays: each node by its lowering, so that tracing it gives one XLA program."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.fx import GraphModule, Node
+
+from isthmus._device import strided
+from isthmus._device.hosts import array_from_cpu
+from isthmus._device.plan import store
+from isthmus._dynamo import layout
+from isthmus._dynamo.random import Draw, Keyed, key_of
+from isthmus._graph.schema import Argument, schema_of
+from isthmus._ops import families  # noqa: F401  # importing it files every lowering
+from isthmus._ops.common import Number
+from isthmus._ops.registry import lowering_of
+from isthmus._ops.views import VIEWS
+from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
+from isthmus.errors import IsthmusError, LoweringError, Unsupported
+
+Array = Any
+Rule = Callable[["Evaluation", Node, list[Any]], Any]
+_aten = torch.ops.aten
+_WIDEST = {bool: np.bool_, int: np.int64, float: np.float64, complex: np.complex128}
+
+HIGHER_ORDER: dict[Any, Rule] = {}
+"""What to do with higher-order ops; ``higher_order.py`` fills it."""
+
+
+class NodeFailure(IsthmusError):
+    """A node could not be lowered; the cluster without it may still be."""
+
+    def __init__(self, node: Node, cause: Exception) -> None:
+        super().__init__(f"{node.target} could not be lowered: {type(cause).__name__}: {cause}")
+        self.node, self.cause = node, cause
+
+
+@dataclass
+class Evaluation:
+    """One run: the value of each node so far, and what the run may read besides."""
+
+    module: GraphModule
+    symbols: layout.Symbols
+    words: Array = None
+    storages: dict[Node, Callable[[Any, Any, Any], Array]] = field(default_factory=dict)
+    values: dict[Node, Any] = field(default_factory=dict)
+    written: dict[Node, Array] = field(default_factory=dict)
+    """The new value of each placeholder that the graph writes to."""
+
+    def run(self, arguments: Sequence[Any]) -> Any:
+        """Return what the graph returns for these arguments."""
+        given = iter(arguments)
+        for node in self.module.graph.nodes:
+            if node.op == "placeholder":
+                self.values[node] = next(given)
+            elif node.op == "get_attr":
+                self.values[node] = constant(self.module, node)
+            elif node.op == "output":
+                return self.look_up(node.args[0])
+            else:
+                self.values[node] = self._call(node)
+        raise LoweringError("the graph returns nothing")
+
+    def look_up(self, argument: Any) -> Any:
+        """Return an argument of a node with the nodes in it replaced by their values."""
+        if isinstance(argument, Node):
+            return self.values[argument]
+        if isinstance(argument, (list, tuple)):
+            return [self.look_up(item) for item in argument]
+        if isinstance(argument, dict):
+            return {name: self.look_up(item) for name, item in argument.items()}
+        if isinstance(argument, slice):
+            return slice(*self.look_up([argument.start, argument.stop, argument.step]))
+        return argument
+
+    def _call(self, node: Node) -> Any:
+        try:
+            result = self._apply(node)
+            _check(node, result)
+        except NodeFailure:
+            raise
+        except Exception as error:
+            raise NodeFailure(node, error) from error
+        return result
+
+    def _apply(self, node: Node) -> Any:
+        target: Any = node.target
+        args, kwargs = self.look_up(node.args), self.look_up(node.kwargs)
+        if isinstance(target, Draw):
+            return self.words
+        if isinstance(target, Keyed):
+            return lower(target.op, args[1:], kwargs, key_of(args[0], target.index))
+        if target is _aten.as_strided.default:
+            return self._as_strided(node, args[0], *args[1:])
+        if target is _aten.copy_.default:
+            return self._copy(node, args[0], args[1])
+        if target in _EMPTY:
+            return _EMPTY[target](*args, **kwargs)
+        if target in VIEWS:
+            return VIEWS[target](*args, **kwargs)
+        if target in HIGHER_ORDER:
+            return HIGHER_ORDER[target](self, node, args)
+        if isinstance(target, OpOverload):
+            return lower(target, args, kwargs)
+        return target(*args, **kwargs)  # arithmetic on sizes, operator.getitem
+
+    def _as_strided(
+        self, node: Node, x: Array, size: Any, stride: Any, storage_offset: int | None = None
+    ) -> Array:
+        """Return the elements that strides find in the storage of the node ``x`` is a view of."""
+        base = node.args[0]
+        assert isinstance(base, Node)
+        root = layout.root_of(base)
+        offset = self.symbols(base.meta["val"].storage_offset() if storage_offset is None else storage_offset)
+        if root in self.storages:
+            return self.storages[root](tuple(size), tuple(stride), offset)
+        whole = self.values[root]
+        storage = store(whole, self.symbols.root_spec(root, whole.shape), node.target)
+        return strided.read(storage, tuple(size), tuple(stride), offset)
+
+    def _copy(self, node: Node, target: Array, source: Array) -> Array:
+        place = node.args[0]
+        if not isinstance(place, Node) or place.op != "placeholder":
+            raise Unsupported("a write to anything but an argument of the graph")
+        new = lower(_aten.copy.default, [target, source], {})
+        self.written[place] = new
+        return new
+
+
+def lower(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], key: Array = None) -> Any:
+    """Return what the lowering of ``op`` computes for these arguments."""
+    lowering = lowering_of(op)
+    if lowering is None or lowering.size is not None:
+        raise Unsupported(f"{op} has no lowering with sizes known beforehand")
+    schema = schema_of(op)
+    given = schema.bind(args, kwargs)
+    arguments = {
+        a.name: _argument(given[a.name], a, a.name in lowering.dynamic)
+        for a in schema.arguments
+        if a.name in given and a.name != "generator"
+    }
+    if lowering.random:
+        arguments["rng"] = key
+    return lowering(arguments)
+
+
+def _argument(value: Any, argument: Argument, dynamic: bool) -> Any:
+    """Return an argument as a lowering expects it: dtypes are JAX's, numbers that may vary are Numbers."""
+    if isinstance(value, (list, tuple)):
+        return [_argument(item, argument, dynamic) for item in value]
+    if isinstance(value, torch.dtype):
+        return to_jax_dtype(value)
+    if isinstance(value, torch.Tensor):
+        return array_from_cpu(value)
+    if dynamic and type(value) in _WIDEST:
+        return Number(jnp.asarray(np.asarray(value, _WIDEST[type(value)])), type(value))
+    return value
+
+
+def constant(module: GraphModule, node: Node) -> Any:
+    """Return what a ``get_attr`` node names: a subgraph, or a tensor as an array."""
+    found = operator.attrgetter(str(node.target))(module)
+    if isinstance(found, torch.Tensor):
+        if found.device.type == "jax":
+            from isthmus._device.transfer import array_of
+
+            return array_of(found)
+        return array_from_cpu(found.cpu())
+    return found
+
+
+def _check(node: Node, result: Any) -> None:
+    """Refuse a result of another dtype or shape than torch's."""
+    for found, wanted in _pairs(result, node.meta.get("val")):
+        if not isinstance(wanted, torch.Tensor) or not isinstance(found, (jax.Array, np.ndarray)):
+            continue
+        shape = [n for n in wanted.shape if isinstance(n, int)]
+        same = to_torch_dtype(found.dtype) == wanted.dtype and found.ndim == wanted.dim()
+        if not same or (len(shape) == found.ndim and tuple(shape) != found.shape):
+            raise LoweringError(
+                f"the lowering of {node.target} gave {found.dtype}{list(found.shape)} where torch gives "
+                f"{wanted.dtype}{list(wanted.shape)}"
+            )
+
+
+def _pairs(result: Any, wanted: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(result, (list, tuple)) and isinstance(wanted, (list, tuple)):
+        for found, part in zip(result, wanted, strict=False):
+            yield from _pairs(found, part)
+    else:
+        yield result, wanted
+
+
+def is_lowered(node: Node) -> bool:
+    """Return whether a node's target is one that evaluation knows; its arguments may still be refused."""
+    target: Any = node.target
+    if node.op != "call_function":
+        return node.op == "get_attr"
+    if isinstance(target, (Draw, Keyed)) or target in VIEWS or target in HIGHER_ORDER or target in _EMPTY:
+        return True
+    if target in (_aten.as_strided.default, _aten.copy_.default):
+        return True
+    if isinstance(target, OpOverload):
+        lowering = lowering_of(target)
+        return lowering is not None and lowering.size is None
+    return not isinstance(target, HigherOrderOperator)
+
+
+def _empty(size: Sequence[int], *ignored: Any, dtype: torch.dtype | None = None, **others: Any) -> Array:
+    return jnp.zeros(tuple(size), to_jax_dtype(dtype or torch.get_default_dtype()))
+
+
+_EMPTY: dict[Any, Callable[..., Any]] = {
+    _aten.empty.memory_format: _empty,
+    _aten.sym_size.int: lambda x, dim: x.shape[dim],
+    _aten.sym_numel.default: lambda x: x.size,
+}
+"""Ops that have no lowering because the device answers them itself."""

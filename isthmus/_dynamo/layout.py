@@ -1,0 +1,80 @@
+"""What torch's fake tensors say about a node: the storage it shows, its strides, sizes that are symbols."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from isthmus._device.buffer import Spec, is_dense
+from isthmus._device.strided import contiguous_strides
+from isthmus._ops.views import VIEWS
+
+_VIEWING = {*VIEWS, torch.ops.aten.as_strided.default, operator.getitem}
+
+
+def root_of(node: Node) -> Node:
+    """Return the node whose new storage this node shows, or the argument of the graph it is a view of."""
+    while node.op == "call_function" and node.target in _VIEWING and isinstance(node.args[0], Node):
+        base = node.args[0]
+        if node.target is operator.getitem:
+            # A piece of a view such as ``unbind`` shows what was cut; a result of another op is its own.
+            if base.target not in VIEWS:
+                return node
+            base = base.args[0]  # type: ignore[assignment]
+        if not _share(node, base):
+            return node
+        node = base
+    return node
+
+
+def _share(node: Node, base: Node) -> bool:
+    mine, its = node.meta.get("val"), base.meta.get("val")
+    if not isinstance(mine, torch.Tensor) or not isinstance(its, torch.Tensor):
+        return False
+    return mine.untyped_storage()._cdata == its.untyped_storage()._cdata and mine.is_conj() == its.is_conj()
+
+
+class Symbols:
+    """The values of the symbols in a graph's sizes, read off the arguments of one call."""
+
+    def __init__(self, placeholders: Sequence[Node], arguments: Sequence[Any]) -> None:
+        self.values: dict[Any, int] = {}
+        for node, argument in zip(placeholders, arguments, strict=True):
+            value = node.meta.get("val")
+            if isinstance(value, torch.Tensor):
+                pairs = [*zip(value.shape, argument.shape, strict=True)]
+                pairs += [*zip(value.stride(), argument.stride(), strict=True)]
+                for symbolic, actual in pairs:
+                    self._bind(symbolic, actual)
+            else:
+                self._bind(value, argument)
+
+    def _bind(self, symbolic: Any, actual: Any) -> None:
+        if isinstance(symbolic, torch.SymInt) and symbolic.node.expr.is_Symbol:
+            self.values[symbolic.node.expr] = int(actual)
+
+    def __call__(self, size: Any) -> int:
+        """Return a size as a number."""
+        if not isinstance(size, torch.SymInt):
+            return int(size)
+        return int(size.node.expr.xreplace(self.values))
+
+    def spec(self, node: Node, shape: tuple[int, ...]) -> Spec:
+        """Return the layout torch gives a node whose value has this shape."""
+        value = node.meta["val"]
+        try:
+            stride = tuple(self(n) for n in value.stride())
+        except TypeError:  # a symbol no argument tells: the size came from data
+            stride = contiguous_strides(shape)
+        return Spec(shape, stride, value.dtype)
+
+    def root_spec(self, node: Node, shape: tuple[int, ...]) -> Spec:
+        """Return the layout in which a node's new storage is kept, which has no gaps."""
+        spec = self.spec(node, shape)
+        return (
+            spec if is_dense(spec.size, spec.stride) else Spec(shape, contiguous_strides(shape), spec.dtype)
+        )

@@ -1,0 +1,67 @@
+"""``torch.compile(options={...})``: every option, its default and what it does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from isthmus.errors import ConfigError
+
+
+def _option(default: Any, choices: tuple[Any, ...] | type, doc: str) -> Any:
+    return field(default=default, metadata={"choices": choices, "doc": doc})
+
+
+@dataclass(frozen=True)
+class Options:
+    """How one ``torch.compile`` call compiles."""
+
+    donate: str = _option(
+        "auto", ("auto", "off"), "Whether an argument that is written to gives its memory to the result."
+    )
+    fallback: str = _option(
+        "warn",
+        ("cpu", "warn", "error"),
+        "What happens to a node nothing lowers: it runs outside the programs silently, with one warning, or raises.",
+    )
+    min_cluster: int = _option(
+        2,
+        int,
+        "The fewest nodes worth a program of their own where a graph must be cut; fewer run one by one.",
+    )
+    shapes: str = _option(
+        "exact", ("exact",), "How sizes become programs: one program for each set of sizes."
+    )
+    programs: int = _option(256, int, "How many programs a graph keeps; the one not used longest is dropped.")
+    freeze: bool = _option(
+        False, (False, True), "Whether parameters are taken for constants and folded; for inference only."
+    )
+    blocks: str = _option(
+        "fuse",
+        ("fuse", "auto"),
+        "Whether identical blocks of a graph, such as the layers of a transformer, are compiled once and called "
+        "many times, which compiles faster, or are fused into one program.",
+    )
+    xla: dict[str, Any] = field(
+        default_factory=dict,
+        metadata={
+            "choices": dict,
+            "doc": "Options for XLA's compiler, such as {'xla_cpu_use_onednn': True}.",
+        },
+    )
+
+
+def parse(options: Mapping[str, Any] | None) -> Options:
+    """Return the options of one call, or raise with those there are."""
+    known = {f.name: f for f in fields(Options)}
+    for name, value in (options or {}).items():
+        if name not in known:
+            raise ConfigError(f'backend "isthmus" has no option {name!r}; it has {", ".join(known)}')
+        choices = known[name].metadata["choices"]
+        if isinstance(choices, tuple) and value not in choices:
+            allowed = ", ".join(repr(choice) for choice in choices)
+            raise ConfigError(f"option {name!r} is {value!r}; choose from {allowed}")
+        if isinstance(choices, type) and not isinstance(value, choices):
+            raise ConfigError(f"option {name!r} is {value!r}; it takes a {choices.__name__}")
+    return Options(**(options or {}))

@@ -1,0 +1,202 @@
+"""A graph as programs: one executable for each set of sizes its arguments come in, run on the tensors' own buffers."""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from isthmus._device import checks
+from isthmus._device.entry import alias_pattern
+from isthmus._device.plan import Slot, Static, TensorSlot, slot_for
+from isthmus._device.strided import read
+from isthmus._dynamo import crossing, record
+from isthmus._dynamo.evaluate import Evaluation
+from isthmus._dynamo.layout import Symbols
+from isthmus._dynamo.options import Options
+from isthmus._dynamo.random import Draw
+from isthmus._dynamo.returns import Returns
+from isthmus._ops.checks import collecting
+from isthmus._ops.reinterpret import reinterpret
+from isthmus._runtime import compiler
+from isthmus._runtime.dtypes import to_jax_dtype
+from isthmus._runtime.hosts import device_number
+
+# A value only its buffer holds is counted there, in the list of inputs and as an argument of getrefcount.
+_OWNED = 3
+_aten = torch.ops.aten
+Plan = Callable[[list[Any], list[Any]], list[Any]]
+
+
+class Program:
+    """A graph whose every node is lowered, as a callable of torch tensors."""
+
+    def __init__(self, module: GraphModule, options: Options, name: str) -> None:
+        self.module, self.options, self.name = module, options, name
+        nodes = list(module.graph.nodes)
+        self.placeholders = [node for node in nodes if node.op == "placeholder"]
+        self.draw = next((node.target for node in nodes if isinstance(node.target, Draw)), None)
+        targets = [node.args[0] for node in nodes if node.target is _aten.copy_.default]
+        self.targets = [self.placeholders.index(node) for node in dict.fromkeys(targets)]
+        self.plans: OrderedDict[Any, Plan] = OrderedDict()
+
+    def __call__(self, args: list[Any]) -> Any:
+        """Run one call; ``args`` is emptied."""
+        key, inputs = _gather(args)
+        if len(self.targets) > 1:
+            key.append(alias_pattern(tuple(args[at] for at in self.targets)))
+        if self.draw is not None:
+            inputs.append(self.draw.words())
+        found = tuple(key)
+        plan = self.plans.get(found)
+        if plan is None:
+            plan = self._new_plan(found, args, inputs)
+        return plan(args, inputs)
+
+    def _new_plan(self, key: Any, args: list[Any], inputs: list[Any]) -> Plan:
+        plan = Specialization(self, args, inputs).plan(inputs)
+        self.plans[key] = plan
+        if len(self.plans) > self.options.programs:
+            self.plans.popitem(last=False)
+        return plan
+
+
+def _gather(args: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Return what a program is compiled for, and its inputs: an array for each tensor, an offset where it has one."""
+    key: list[Any] = []
+    inputs: list[Any] = []
+    for arg in args:
+        if isinstance(arg, Tensor):
+            try:
+                buffer = arg.untyped_storage()._buffer  # type: ignore[attr-defined]
+            except AttributeError:
+                inputs.append(crossing.arrive(arg))
+                key.append((arg.device, arg.dtype, arg.shape, arg.stride()))
+                continue
+            offset = arg.storage_offset()
+            key.append((buffer.signature, arg.dtype, arg.shape, arg.stride(), offset != 0))
+            inputs.append(buffer.value)
+            if offset:
+                inputs.append(device_number(offset))
+        else:
+            key.append(arg)
+    return key, inputs
+
+
+class Specialization:
+    """A program for arguments of given sizes; it keeps none of them."""
+
+    def __init__(self, program: Program, args: list[Any], inputs: list[Any]) -> None:
+        self.program = program
+        index = iter(range(len(inputs)))
+        self.slots = [_slot(arg, index) for arg in args]
+        self.symbols = Symbols(program.placeholders, args)
+        self.examples = [compiler.abstract(value) for value in inputs]
+        storages = [args[at].untyped_storage()._cdata for at in program.targets]
+        # Targets on one storage are written one after another; each group of them is one output.
+        self.groups = [storages.index(storage) for storage in storages]
+        self.order = list(dict.fromkeys(self.groups))
+        self.errors: list[tuple[type[Exception], str]] = []
+        self.returns = Returns(program.module, program.placeholders, self.symbols)
+        self.local = [isinstance(a, Tensor) and a.device.type == "jax" for a in args]
+        self.calls: dict[bool, Callable[..., Any]] = {}
+
+    def compute(self, *inputs: Any) -> tuple[Any, ...]:
+        """Compute new storages, rewritten storages, then the conditions lowerings require."""
+        program = self.program
+        words = inputs[-1] if program.draw is not None else None
+        run = Evaluation(program.module, self.symbols, words, self._storages(inputs))
+        with collecting() as found:
+            run.run([_fill(slot, inputs) for slot in self.slots])
+        self.errors = found.errors
+        flags = [jnp.stack(found.flags)] if found.flags else []
+        return (*self.returns.arrays(run.values), *self._written(run.written, inputs), *flags)
+
+    def _storages(self, inputs: Sequence[Any]) -> dict[Node, Callable[[Any, Any, Any], Any]]:
+        """Return for each tensor argument how strides are read from its whole storage."""
+
+        def reader(node: Node, slot: TensorSlot) -> Callable[[Any, Any, Any], Any]:
+            # torch's fake tensor may start elsewhere in its storage than the argument does.
+            start = self.symbols(node.meta["val"].storage_offset())
+            storage = reinterpret(inputs[slot.index], to_jax_dtype(slot.spec.dtype))
+
+            def of(size: Any, stride: Any, offset: Any) -> Any:
+                return read(storage, size, stride, slot.offset(inputs) + offset - start)
+
+            return of
+
+        pairs = zip(self.program.placeholders, self.slots, strict=True)
+        return {node: reader(node, slot) for node, slot in pairs if isinstance(slot, TensorSlot)}
+
+    def _written(self, written: dict[Node, Any], inputs: Sequence[Any]) -> list[Any]:
+        values: dict[int, Any] = {}
+        for group, at in zip(self.groups, self.program.targets, strict=True):
+            slot = self.slots[at]
+            assert isinstance(slot, TensorSlot)
+            storage = values.get(group, inputs[slot.index])
+            values[group] = slot.write(storage, inputs, written[self.program.placeholders[at]])
+        return [values[group] for group in self.order]
+
+    def plan(self, inputs: list[Any]) -> Plan:
+        """Return how a call runs: compute, rebind what is written, wrap what is new."""
+        targets = [self.program.targets[group] for group in self.order]
+        donated = tuple(self.slots[at].index for at in targets)  # type: ignore[union-attr]
+        may = (
+            bool(targets) and all(self.local[at] for at in targets) and self.program.options.donate == "auto"
+        )
+        self.choose(inputs, donated, may)
+        count, writes, wrap = self.returns.count, len(targets), self.returns.wrapper()
+        verify = checks.verifier(self.errors)
+        foreign = [
+            at for at, slot in enumerate(self.slots) if isinstance(slot, TensorSlot) and not self.local[at]
+        ]
+
+        def run(args: list[Any], inputs: list[Any]) -> list[Any]:
+            outputs = self.choose(inputs, donated, may)(*inputs)
+            inputs.clear()
+            if foreign:
+                for output in outputs:
+                    output.block_until_ready()
+            for at, value in zip(targets, outputs[count:], strict=False):
+                _rebind(args[at], value)
+            result = wrap(args, outputs)
+            args.clear()
+            if verify is not None:
+                verify(outputs[count + writes])
+            return result
+
+        return run
+
+    def choose(self, inputs: list[Any], donated: tuple[int, ...], may: bool) -> Callable[..., Any]:
+        """Return the executable for these inputs: memory nobody else holds is reused."""
+        owned = may and all([sys.getrefcount(inputs[index]) == _OWNED for index in donated])
+        call = self.calls.get(owned)
+        if call is None:
+            call = self.calls[owned] = record.compile(self, donated if owned else ())
+        return call
+
+
+def _slot(arg: Any, index: Any) -> Slot:
+    return slot_for(arg, False, index) if isinstance(arg, Tensor) else Static(arg)
+
+
+def _fill(slot: Slot, inputs: Sequence[Any]) -> Any:
+    return slot.read(inputs) if isinstance(slot, TensorSlot) else slot.value  # type: ignore[union-attr]
+
+
+def _rebind(target: Tensor, value: Any) -> None:
+    """Give a written argument its new contents."""
+    if target.device.type != "jax":
+        with torch.no_grad():
+            dense = crossing.depart(value, tuple(target.shape), tuple(target.stride()), target.device)
+            target.copy_(dense)
+        return
+    target.untyped_storage()._buffer.value = value  # type: ignore[attr-defined]
+    if not target.is_inference():
+        torch.autograd.graph.increment_version(target)

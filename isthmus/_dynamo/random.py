@@ -1,0 +1,95 @@
+"""Random ops of a graph: one (seed, offset) a call, and each op its own place after it.
+
+Without this a recomputed dropout would draw again in backward; so every random node takes the words that the
+call drew as an argument, and its number among the random nodes. The numbers are eager's for the same seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from torch._ops import OpOverload
+from torch.fx import Graph, Node
+
+from isthmus._device import generator
+from isthmus._ops.registry import lowering_of
+
+
+class Draw:
+    """The target of the node that stands for the (seed, offset) of a call."""
+
+    __name__ = "draw"
+    __module__ = __name__
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self.count, self.device = count, device
+
+    def __call__(self) -> torch.Tensor:
+        """Return the words as a tensor, for a graph that is run node by node."""
+        return torch.from_numpy(self.words()).to(self.device)
+
+    def words(self) -> np.ndarray[Any, Any]:
+        """Return the next (seed, offset); as many offsets as the graph has random nodes are used up."""
+        if self.device.type == "jax":
+            return generator.draw(None, self.count)
+        return generator.draw(torch.default_generator)
+
+
+class Keyed:
+    """The target of a random node: its op, and which of the call's offsets it uses."""
+
+    def __init__(self, op: OpOverload, index: int) -> None:
+        self.op, self.index = op, index
+        self.__name__ = f"{op.__name__}_{index}".replace(".", "_")
+        self.__module__ = __name__
+
+    def __call__(self, words: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the op on its own, for a graph that is run node by node."""
+        return self.op(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"{self.op}#{self.index}"
+
+
+def is_random(node: Node) -> bool:
+    """Return whether a node draws random numbers."""
+    if not isinstance(node.target, OpOverload):
+        return False
+    lowering = lowering_of(node.target)
+    return lowering is not None and lowering.random
+
+
+def key_random_nodes(graph: Graph) -> None:
+    """Give every random node of a graph the words of the call and its own index."""
+    nodes = [node for node in graph.nodes if is_random(node)]
+    if not nodes:
+        return
+    example = _first_tensor(nodes[0].meta.get("val"))
+    with graph.inserting_before(_first_call(graph)):
+        draw = graph.call_function(Draw(len(nodes), example.device))
+    draw.meta["val"] = example.new_empty((4,), dtype=torch.uint32)
+    for index, node in enumerate(nodes):
+        assert isinstance(node.target, OpOverload)
+        node.target = Keyed(node.target, index)
+        node.args = (draw, *node.args)
+
+
+def _first_call(graph: Graph) -> Node:
+    return next(node for node in graph.nodes if node.op not in ("placeholder",))
+
+
+def _first_tensor(value: Any) -> torch.Tensor:
+    return _first_tensor(value[0]) if isinstance(value, Sequence) and not isinstance(value, str) else value
+
+
+def key_of(words: Any, index: int) -> Any:
+    """Return the JAX key of the random node with this index, the one eager would use for that draw."""
+    offset = words[2].astype(np.uint64) << 32 | words[3].astype(np.uint64)
+    offset = offset + np.uint64(index)
+    key = jax.random.wrap_key_data(words[:2], impl="threefry2x32")
+    high, low = (offset >> 32).astype(np.uint32), offset.astype(np.uint32)
+    return jax.random.fold_in(jax.random.fold_in(key, high), low)

@@ -1,0 +1,124 @@
+"""What a graph returns: arguments, views of them, new storages and views of those, aliased as eager aliases them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from isthmus._device.buffer import Spec, maker
+from isthmus._device.plan import store
+from isthmus._device.private import restride
+from isthmus._dynamo import crossing
+from isthmus._dynamo.layout import Symbols, root_of
+
+_Wrap = Callable[[list[Any], list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class View:
+    """A layout on some storage; ``start`` is counted from where the viewed tensor starts."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    start: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return this view of a tensor's storage."""
+        offset = tensor.storage_offset() + self.start
+        if tensor.device.type == "jax":
+            return restride(tensor, self.size, self.stride, offset)
+        return tensor.detach().as_strided(self.size, self.stride, offset)
+
+
+class Returns:
+    """The results of one specialized graph: which arrays its program returns, and the tensors made of them."""
+
+    def __init__(self, module: GraphModule, placeholders: Sequence[Node], symbols: Symbols) -> None:
+        (output,) = [node for node in module.graph.nodes if node.op == "output"]
+        found = output.args[0]
+        self.single = not isinstance(found, (list, tuple))
+        self.nodes = [found] if self.single else list(found)
+        self.places = {node: at for at, node in enumerate(placeholders)}
+        self.symbols = symbols
+        self.roots: list[Node] = []
+        self.specs: list[Spec] = []
+        self.steps: list[_Wrap] = []
+
+    @property
+    def count(self) -> int:
+        """How many new storages there are."""
+        return len(self.specs)
+
+    def arrays(self, values: dict[Node, Any]) -> list[Any]:
+        """Return the new storages, given the value of every node; called while the program is traced."""
+        self.roots, self.specs, self.steps = [], [], []
+        stored: list[Any] = []
+        for node in self.nodes:
+            self.steps.append(self._step(node, values, stored))
+        return stored
+
+    def _step(self, node: Any, values: dict[Node, Any], stored: list[Any]) -> _Wrap:
+        """Return how one result is made of the arguments and the new tensors."""
+        if not isinstance(node, Node):
+            return lambda args, fresh: node
+        value = values[node]
+        if node in self.places:
+            at = self.places[node]
+            return lambda args, fresh: args[at]
+        if not isinstance(node.meta.get("val"), Tensor):
+            # A size, a number: known since the arguments are.
+            return lambda args, fresh: value
+        root = root_of(node)
+        view = self._view(node, root, values)
+        if root in self.places and view is not None:
+            at = self.places[root]
+            return lambda args, fresh: view.of(args[at])
+        if view is None:
+            root = node
+        index = self._store(root, values[root], stored)
+        if root is node:
+            return lambda args, fresh: fresh[index]
+        return lambda args, fresh: view.of(fresh[index])
+
+    def _store(self, root: Node, value: Any, stored: list[Any]) -> int:
+        if root not in self.roots:
+            spec = self.symbols.root_spec(root, tuple(value.shape))
+            self.roots.append(root)
+            self.specs.append(spec)
+            stored.append(store(value, spec, root.target))
+        return self.roots.index(root)
+
+    def _view(self, node: Node, root: Node, values: dict[Node, Any]) -> View | None:
+        """Return ``node`` as a view of ``root``, or None where it must be stored on its own."""
+        shape, base = tuple(values[node].shape), tuple(values[root].shape)
+        mine, its = node.meta["val"], root.meta["val"]
+        if mine.dtype != its.dtype or mine.is_conj() or mine.is_neg():
+            return None
+        spec, whole = self.symbols.spec(node, shape), self.symbols.spec(root, base)
+        if root not in self.places and whole != self.symbols.root_spec(root, base):
+            return None
+        start = self.symbols(mine.storage_offset()) - self.symbols(its.storage_offset())
+        return View(spec.size, spec.stride, start)
+
+    def wrapper(self) -> Callable[[list[Any], Sequence[Any]], Any]:
+        """Return the function that makes the results of a call, given its arguments and the program's arrays."""
+        devices = [node.meta["val"].device for node in self.roots]
+        makers = [_maker(spec, device) for spec, device in zip(self.specs, devices, strict=True)]
+        steps = self.steps
+
+        def wrap(args: list[Any], outputs: Sequence[Any]) -> Any:
+            fresh = [make(output) for make, output in zip(makers, outputs, strict=False)]
+            return [step(args, fresh) for step in steps]
+
+        return (lambda args, outputs: wrap(args, outputs)[0]) if self.single else wrap
+
+
+def _maker(spec: Spec, device: torch.device) -> Callable[[Any], Tensor]:
+    if device.type == "jax":
+        return maker(spec, False)
+    return lambda array: crossing.depart(array, spec.size, spec.stride, device)
