@@ -145,10 +145,18 @@ def to_device(value: Any, device: str) -> Any:
 
 def run(case: Case, mode: str) -> Any:
     """Run a case on the device in one of the modes."""
-    assert mode == "eager", mode
     args = [to_device(build(a), "jax") for a in case.args]
     kwargs = {k: to_device(build(v), "jax") for k, v in case.kwargs.items()}
-    return case.op(*args, **kwargs)
+    return in_mode(case.op, mode)(*args, **kwargs)
+
+
+def in_mode(function: Any, mode: str) -> Any:
+    """Return a function as a mode runs it."""
+    if mode == "eager":
+        return function
+    assert mode == "compiled", mode
+    torch._dynamo.reset()
+    return torch.compile(lambda *a, **k: function(*a, **k), backend="isthmus", dynamic=False)
 
 
 def expected(case: Case, widen: bool = False) -> Any:

@@ -10,8 +10,8 @@ from typing import Any
 from torch.fx import GraphModule
 
 from isthmus._dynamo import decompositions
+from isthmus._dynamo.clusters import Clusters
 from isthmus._dynamo.options import Options, parse
-from isthmus._dynamo.program import Program
 from isthmus._dynamo.random import key_random_nodes
 
 _numbers = itertools.count()
@@ -55,14 +55,14 @@ def _compile(
     key_random_nodes(module.graph)
     module.graph.eliminate_dead_code()
     module.recompile()
-    return _boxed(Program(module, options, name))
+    return _boxed(Clusters(module, options, name))
 
 
-def _boxed(program: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Return the program as torch calls it: with its list of arguments, which are freed as soon as they can be."""
+def _boxed(clusters: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Return a compiled graph as torch calls it: with its list of arguments, which are freed as soon as they can be."""
 
     def call(args: list[Any]) -> Any:
-        return program(args)
+        return clusters(args)
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call

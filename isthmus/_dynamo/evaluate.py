@@ -99,12 +99,8 @@ class Evaluation:
             return self.words
         if isinstance(target, Keyed):
             return lower(target.op, args[1:], kwargs, key_of(args[0], target.index))
-        if target is _aten.as_strided.default:
-            return self._as_strided(node, args[0], *args[1:])
-        if target is _aten.copy_.default:
-            return self._copy(node, args[0], args[1])
-        if target in _EMPTY:
-            return _EMPTY[target](*args, **kwargs)
+        if target in OWN:
+            return OWN[target](self, node, *args, **kwargs)
         if target in VIEWS:
             return VIEWS[target](*args, **kwargs)
         if target in HIGHER_ORDER:
@@ -112,28 +108,6 @@ class Evaluation:
         if isinstance(target, OpOverload):
             return lower(target, args, kwargs)
         return target(*args, **kwargs)  # arithmetic on sizes, operator.getitem
-
-    def _as_strided(
-        self, node: Node, x: Array, size: Any, stride: Any, storage_offset: int | None = None
-    ) -> Array:
-        """Return the elements that strides find in the storage of the node ``x`` is a view of."""
-        base = node.args[0]
-        assert isinstance(base, Node)
-        root = layout.root_of(base)
-        offset = self.symbols(base.meta["val"].storage_offset() if storage_offset is None else storage_offset)
-        if root in self.storages:
-            return self.storages[root](tuple(size), tuple(stride), offset)
-        whole = self.values[root]
-        storage = store(whole, self.symbols.root_spec(root, whole.shape), node.target)
-        return strided.read(storage, tuple(size), tuple(stride), offset)
-
-    def _copy(self, node: Node, target: Array, source: Array) -> Array:
-        place = node.args[0]
-        if not isinstance(place, Node) or place.op != "placeholder":
-            raise Unsupported("a write to anything but an argument of the graph")
-        new = lower(_aten.copy.default, [target, source], {})
-        self.written[place] = new
-        return new
 
 
 def lower(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], key: Array = None) -> Any:
@@ -205,9 +179,7 @@ def is_lowered(node: Node) -> bool:
     target: Any = node.target
     if node.op != "call_function":
         return node.op == "get_attr"
-    if isinstance(target, (Draw, Keyed)) or target in VIEWS or target in HIGHER_ORDER or target in _EMPTY:
-        return True
-    if target in (_aten.as_strided.default, _aten.copy_.default):
+    if isinstance(target, (Draw, Keyed)) or target in VIEWS or target in HIGHER_ORDER or target in OWN:
         return True
     if isinstance(target, OpOverload):
         lowering = lowering_of(target)
@@ -215,13 +187,61 @@ def is_lowered(node: Node) -> bool:
     return not isinstance(target, HigherOrderOperator)
 
 
-def _empty(size: Sequence[int], *ignored: Any, dtype: torch.dtype | None = None, **others: Any) -> Array:
+def _as_strided(
+    run: Evaluation, node: Node, x: Array, size: Any, stride: Any, storage_offset: int | None = None
+) -> Array:
+    """Return the elements that strides find in the storage of the node ``x`` is a view of."""
+    base = node.args[0]
+    assert isinstance(base, Node)
+    root = layout.root_of(base)
+    offset = run.symbols(base.meta["val"].storage_offset() if storage_offset is None else storage_offset)
+    if root in run.storages:
+        return run.storages[root](tuple(size), tuple(stride), offset)
+    whole = run.values[root]
+    storage = store(whole, run.symbols.root_spec(root, whole.shape), node.target)
+    return strided.read(storage, tuple(size), tuple(stride), offset)
+
+
+def _as_strided_scatter(
+    run: Evaluation,
+    node: Node,
+    x: Array,
+    src: Array,
+    size: Any,
+    stride: Any,
+    storage_offset: int | None = None,
+) -> Array:
+    """Return ``x`` with the elements that strides find in a storage of its layout replaced."""
+    base = node.args[0]
+    assert isinstance(base, Node)
+    spec = run.symbols.root_spec(base, x.shape)
+    storage = store(x, spec, node.target)
+    written = strided.write(storage, src, tuple(size), tuple(stride), storage_offset or 0)
+    return strided.read(written, spec.size, spec.stride)
+
+
+def _copy(run: Evaluation, node: Node, target: Array, source: Array, non_blocking: bool = False) -> Array:
+    """Return the new value of an argument of the graph, which the program will write there."""
+    place = node.args[0]
+    if not isinstance(place, Node) or place.op != "placeholder":
+        raise Unsupported("a write to anything but an argument of the graph")
+    run.written[place] = new = lower(_aten.copy.default, [target, source], {})
+    return new
+
+
+def _empty(
+    run: Evaluation, node: Node, size: Any, *ignored: Any, dtype: torch.dtype | None = None, **others: Any
+) -> Array:
     return jnp.zeros(tuple(size), to_jax_dtype(dtype or torch.get_default_dtype()))
 
 
-_EMPTY: dict[Any, Callable[..., Any]] = {
+OWN: dict[Any, Callable[..., Any]] = {
+    _aten.as_strided.default: _as_strided,
+    _aten.as_strided_scatter.default: _as_strided_scatter,
+    _aten.copy_.default: _copy,
     _aten.empty.memory_format: _empty,
-    _aten.sym_size.int: lambda x, dim: x.shape[dim],
-    _aten.sym_numel.default: lambda x: x.size,
+    _aten.empty_strided.default: _empty,
+    _aten.sym_size.int: lambda run, node, x, dim: x.shape[dim],
+    _aten.sym_numel.default: lambda run, node, x: x.size,
 }
-"""Ops that have no lowering because the device answers them itself."""
+"""Ops without a lowering: they need the run itself, or the device answers them before any lowering is asked."""

@@ -41,3 +41,6 @@ class _Namespace:
 
 aten: Any = _Namespace("aten")
 """``aten.add.Tensor`` is torch's overload, or a ``Missing`` that carries the name."""
+
+prims: Any = _Namespace("prims")
+"""The same for the primitive ops that torch's decompositions end in."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from jax import lax
 
-from isthmus._graph.names import Missing, aten
+from isthmus._graph.names import Missing, aten, prims
 from isthmus._ops.common import wrap_dim, wrap_dims
 from isthmus._ops.reinterpret import reinterpret
 from isthmus._runtime.dtypes import to_jax_dtype
@@ -132,6 +132,21 @@ def view_as_complex(x: Array) -> Array:
     return lax.complex(x[..., 0], x[..., 1])
 
 
+def broadcast_in_dim(x: Array, shape: Sequence[int], broadcast_dimensions: Sequence[int]) -> Array:
+    """Repeat along new dims and dims of size one."""
+    return lax.broadcast_in_dim(x, tuple(shape), tuple(broadcast_dimensions))
+
+
+def collapse(x: Array, start: int, end: int) -> Array:
+    """Join the dims from ``start`` to ``end``, both included."""
+    return x.reshape(*x.shape[:start], -1, *x.shape[end + 1 :]) if x.ndim else x.reshape(1)
+
+
+def split_dim(x: Array, dim: int, outer_length: int) -> Array:
+    """Split one dim in two."""
+    return x.reshape(*x.shape[:dim], outer_length, x.shape[dim] // outer_length, *x.shape[dim + 1 :])
+
+
 _TABLE: dict[Any, Callable[..., Any]] = {
     aten._conj.default: jnp.conj,
     aten._neg_view.default: jnp.negative,
@@ -160,5 +175,10 @@ _TABLE: dict[Any, Callable[..., Any]] = {
     aten.view.dtype: view_dtype,
     aten.view_as_complex.default: view_as_complex,
     aten.view_as_real.default: view_as_real,
+    prims.broadcast_in_dim.default: broadcast_in_dim,
+    prims.collapse_view.default: collapse,
+    prims.split_dim.default: split_dim,
+    prims.squeeze.default: squeeze,
+    prims.transpose.default: permute,
 }
 VIEWS = {op: function for op, function in _TABLE.items() if not isinstance(op, Missing)}

@@ -1,0 +1,145 @@
+"""A graph with nodes nothing lowers: what is lowered is gathered into programs, the rest runs node by node between.
+
+Whether a node is lowered may only show when it is traced, so a graph is cut again, without the node, when one fails.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from isthmus._device.fallback import FallbackWarning
+from isthmus._dynamo.evaluate import NodeFailure, is_lowered
+from isthmus._dynamo.options import Options
+from isthmus._dynamo.program import Program
+from isthmus._dynamo.random import Draw
+from isthmus._ops.views import VIEWS
+from isthmus.errors import MissingLowering
+
+_aten = torch.ops.aten
+_ID = "isthmus_id"
+# A program of nothing but these would compute nothing.
+_FREE = {*VIEWS, operator.getitem, _aten.as_strided.default}
+
+
+class Clusters:
+    """A functional graph as a callable of torch's list of arguments: one program, or several with nodes between."""
+
+    def __init__(self, module: GraphModule, options: Options, name: str) -> None:
+        self.module, self.options, self.name = module, options, name
+        for number, node in enumerate(module.graph.nodes):
+            node.meta[_ID] = number
+        self.reasons: dict[int, str] = {}
+        self.programs: list[Program] = []
+        for node in module.graph.nodes:
+            if node.op in ("call_function", "call_method", "call_module") and not is_lowered(node):
+                self._exclude(node, "nothing lowers it")
+        self.run = self._build()
+
+    def __call__(self, args: list[Any]) -> Any:
+        """Run one call; ``args`` is emptied once it has succeeded."""
+        while True:
+            try:
+                return self.run(args)
+            except NodeFailure as failure:
+                self._exclude(failure.node, f"{type(failure.cause).__name__}: {failure.cause}")
+                self.run = self._build()
+
+    @property
+    def outside(self) -> list[tuple[Node, str]]:
+        """The nodes that no program computes, with the reason."""
+        nodes = {node.meta[_ID]: node for node in self.module.graph.nodes}
+        return [(nodes[number], reason) for number, reason in sorted(self.reasons.items())]
+
+    def _exclude(self, node: Node, reason: str) -> None:
+        if self.options.fallback == "error":
+            raise MissingLowering(
+                f"no lowering for {node.target} ({reason})\n"
+                f"  in           {self.name}: {node.format_node()}\n"
+                f'  to go on     torch.compile(..., options={{"fallback": "cpu"}}) runs it outside the program\n'
+                f"  to fix it    docs/add-a-lowering.md"
+            )
+        if self.options.fallback == "warn":
+            warnings.warn(
+                f"{node.target} runs outside the compiled programs ({reason})", FallbackWarning, stacklevel=2
+            )
+        self.reasons[node.meta[_ID]] = reason
+
+    def _build(self) -> Callable[[list[Any]], Any]:
+        if not self.reasons:
+            self.programs = [Program(self.module, self.options, self.name)]
+            return self.programs[0]
+        cut, self.programs = _cut(self.module, self._inside(), self.options, self.name)
+
+        def run(args: list[Any]) -> Any:
+            result = cut.forward(*args)
+            args.clear()
+            return result
+
+        return run
+
+    def _inside(self) -> set[int]:
+        """Return the nodes that may be part of a program."""
+        inside: set[int] = set()
+        for node in self.module.graph.nodes:
+            if node.op != "call_function" or node.meta[_ID] in self.reasons:
+                continue
+            if node.target is _aten.copy_.default or isinstance(node.target, Draw):
+                continue  # writes and draws happen once, between the programs
+            source = node.args[0] if node.target is operator.getitem else None
+            if isinstance(source, Node) and source.op == "call_function" and source.meta[_ID] not in inside:
+                continue  # a result of a node outside is taken apart outside
+            inside.add(node.meta[_ID])
+        return inside
+
+
+def _cut(
+    module: GraphModule, inside: set[int], options: Options, name: str
+) -> tuple[GraphModule, list[Program]]:
+    """Return a copy of a graph in which clusters of the nodes inside are programs, and these."""
+    from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
+    from torch.fx.passes.operator_support import OperatorSupportBase
+
+    class Support(OperatorSupportBase):
+        def is_node_supported(self, submodules: Any, node: Node) -> bool:
+            return node.meta.get(_ID) in inside
+
+    copy = GraphModule(module, _copied(module))
+    partitioner = CapabilityBasedPartitioner(copy, Support(), allows_single_node_partition=True)
+    partitions = [p for p in partitioner.propose_partitions() if _work(p.nodes) >= options.min_cluster]
+    fused = partitioner.fuse_partitions(partitions, prefix="cluster_")
+    programs = []
+    for node in fused.graph.nodes:
+        if node.op == "call_module":
+            program = Program(getattr(fused, node.target), options, f"{name}, {node.target}")
+            programs.append(program)
+            node.op, node.target = "call_function", _unboxed(program, str(node.target))
+    fused.graph.eliminate_dead_code()
+    fused.recompile()
+    return fused, programs
+
+
+def _copied(module: GraphModule) -> torch.fx.Graph:
+    graph = torch.fx.Graph()
+    values: dict[Node, Node] = {}
+    result = graph.graph_copy(module.graph, values)
+    graph.output(result)
+    return graph
+
+
+def _work(nodes: Any) -> int:
+    return sum(node.target not in _FREE for node in nodes)
+
+
+def _unboxed(program: Program, name: str) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        result = program(list(args))
+        return result
+
+    call.__name__ = name
+    return call

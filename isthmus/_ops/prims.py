@@ -1,0 +1,31 @@
+"""torch's primitive ops, as far as its decompositions leave them in a graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from isthmus._graph.names import prims
+from isthmus._ops.common import cast
+from isthmus._ops.registry import lowering
+
+Array = Any
+
+
+@lowering(prims.iota.default)
+def iota(length: int, start: int, step: int, dtype: Any, requires_grad: bool = False) -> Array:
+    """Return ``length`` numbers from ``start`` on."""
+    return (jnp.arange(length, dtype=jnp.int64) * step + start).astype(dtype)
+
+
+@lowering(prims.convert_element_type.default)
+def convert_element_type(a: Array, dtype: Any) -> Array:
+    """Convert as torch does."""
+    return cast(a, dtype)
+
+
+@lowering(prims.device_put.default)
+def device_put(a: Array) -> Array:
+    """Return the same elements; where they live is not a program's concern."""
+    return a
