@@ -24,7 +24,7 @@ from isthmus._device import (
 )
 from isthmus._device.conjugate import resolving
 from isthmus._device.dispatch import forget, kernel_for
-from isthmus._device.private import has_kernel
+from isthmus._device.private import has_kernel, hide_from_dynamo
 from isthmus._graph.schema import mutating_of
 from isthmus._ops.registry import Lowering, on_register, registry
 
@@ -64,6 +64,7 @@ def _register(op: OpOverload, kernel: Any) -> None:
     overload = op._schema.overload_name
     again = op in _registered
     _registered.add(op)
+    hide_from_dynamo(kernel)
     with warnings.catch_warnings():
         # A lowering that replaces another replaces its kernel, which torch warns about.
         warnings.simplefilter("ignore" if again else "default")
@@ -84,8 +85,10 @@ def _register_lowering(entry: Lowering) -> None:
 
 
 for _name, _function in _own.items():
+    hide_from_dynamo(_function)
     _library("aten").impl(_name, _function, "PrivateUse1")
 for _name, _function in attention.AUTOGRAD_KERNELS.items():
+    hide_from_dynamo(_function)
     _library("aten").impl(_name, _function, "AutogradPrivateUse1")
 for _lowering in list(registry.values()):
     _register_lowering(_lowering)

@@ -10,6 +10,7 @@ from torch._ops import OpOverload
 # The Meta kernels of view ops build a tensor on the storage they are given, whatever its device.
 META = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
+_frames = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
 empty_tensor = torch._C._acc.create_empty_tensor
 
 
@@ -32,6 +33,12 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 def has_kernel(op: OpOverload, key: str) -> bool:
     """Return whether torch has a kernel for ``op`` under this dispatch key."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
+
+
+def hide_from_dynamo(function: Any) -> None:
+    """Keep Dynamo from compiling a kernel, and what it calls, when code it could not trace runs in Python."""
+    strategy = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
+    _frames.set_code_exec_strategy(function.__code__, strategy)
 
 
 def below_autograd() -> Any:

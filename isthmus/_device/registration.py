@@ -11,6 +11,7 @@ import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from _isthmus_autoload import rival
+from isthmus._device.private import hide_from_dynamo
 from isthmus.errors import RegistrationError
 
 _lock = threading.RLock()
@@ -31,6 +32,7 @@ def register() -> None:
         )
         _state["library"] = library = torch.library.Library("_", "IMPL")
         library.fallback(_load_then_call, "PrivateUse1")
+        hide_from_dynamo(_load_then_call)
         _state["pass autocast"] = autocast.allow()
         objects.install()
         modules.install()

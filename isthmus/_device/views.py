@@ -41,6 +41,10 @@ def _check_bounds(tensor: Tensor, size: Any, stride: Any, offset: int) -> None:
 
 def as_strided_(self: Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> Tensor:
     """Give ``self`` another layout on its storage; ``t_``, ``squeeze_`` and their like arrive here."""
+    if not hasattr(
+        self.untyped_storage(), "_buffer"
+    ):  # functionalization keeps the layout of its own wrapper
+        return redispatch_to_meta(_aten.as_strided_.default, self, size, stride, storage_offset)
     return become(self, as_strided(self, size, stride, storage_offset))
 
 

@@ -15,6 +15,8 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import GraphModule, Node
 
 from isthmus._device import strided
+from isthmus._device.buffer import wrap_strided
+from isthmus._device.decompose import to_arrays
 from isthmus._device.hosts import array_from_cpu
 from isthmus._device.plan import store
 from isthmus._dynamo import layout
@@ -229,6 +231,24 @@ def _copy(run: Evaluation, node: Node, target: Array, source: Array, non_blockin
     return new
 
 
+def _on_device(run: Evaluation, node: Node, *args: Any, **kwargs: Any) -> Any:
+    """Return what the device's own kernel makes of tensors that hold these arrays: it looks at their strides."""
+    layouts = iter(layout.tensor_nodes(node))
+
+    def tensor(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [tensor(item) for item in value]
+        if not isinstance(value, jax.Array):
+            return value
+        spec = run.symbols.root_spec(next(layouts), value.shape)
+        return wrap_strided(store(value, spec, node.target), spec.size, spec.stride, spec.dtype)
+
+    given = [tensor(value) for value in args]
+    named = {name: tensor(value) for name, value in kwargs.items()}
+    with torch.no_grad():
+        return to_arrays(node.target(*given, **named))  # type: ignore[operator]
+
+
 def _empty(
     run: Evaluation, node: Node, size: Any, *ignored: Any, dtype: torch.dtype | None = None, **others: Any
 ) -> Array:
@@ -243,5 +263,12 @@ OWN: dict[Any, Callable[..., Any]] = {
     _aten.empty_strided.default: _empty,
     _aten.sym_size.int: lambda run, node, x, dim: x.shape[dim],
     _aten.sym_numel.default: lambda run, node, x: x.size,
+    _aten._ctc_loss.default: _on_device,
+    _aten._ctc_loss_backward.default: _on_device,
+    _aten._linalg_det.default: _on_device,
+    _aten._linalg_slogdet.default: _on_device,
+    _aten._thnn_fused_gru_cell.default: _on_device,
+    _aten._thnn_fused_gru_cell_backward.default: _on_device,
+    _aten._thnn_fused_lstm_cell.default: _on_device,
 }
 """Ops without a lowering: they need the run itself, or the device answers them before any lowering is asked."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from isthmus._device.buffer import Spec, is_dense
 from isthmus._device.strided import contiguous_strides
@@ -36,6 +37,13 @@ def _share(node: Node, base: Node) -> bool:
     if not isinstance(mine, torch.Tensor) or not isinstance(its, torch.Tensor):
         return False
     return mine.untyped_storage()._cdata == its.untyped_storage()._cdata and mine.is_conj() == its.is_conj()
+
+
+def tensor_nodes(node: Node) -> list[Node]:
+    """Return the arguments of a node that are tensors, in order, one that is given twice twice."""
+    found: list[Node] = []
+    map_arg((node.args, node.kwargs), found.append)
+    return [n for n in found if isinstance(n.meta.get("val"), torch.Tensor)]
 
 
 class Symbols:
