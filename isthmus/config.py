@@ -38,6 +38,18 @@ class Settings:
         ("auto", "off"),
         "Whether an in-place op may reuse the memory of the array it replaces.",
     )
+    cache: str = _setting(
+        "",
+        "ISTHMUS_CACHE",
+        (),
+        "A folder where compiled programs are kept, so that the next process starts warm; empty keeps none.",
+    )
+    progress: str = _setting(
+        "auto",
+        "ISTHMUS_PROGRESS",
+        ("auto", "off"),
+        "Whether a terminal shows a line while a compilation takes over two seconds.",
+    )
 
 
 def from_environment() -> Settings:
@@ -54,7 +66,9 @@ def _check(name: str, value: Any) -> None:
     if name not in known:
         raise ConfigError(f"isthmus.config has no setting {name!r}; it has {', '.join(known)}")
     choices = known[name].metadata["choices"]
-    if value not in choices:
+    if not choices and not isinstance(value, str):
+        raise ConfigError(f"isthmus.config.{name} = {value!r} is not a string")
+    if choices and value not in choices:
         options = ", ".join(repr(choice) for choice in choices)
         raise ConfigError(f"isthmus.config.{name} = {value!r} is not a choice; choose from {options}")
 

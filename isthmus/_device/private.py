@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -59,3 +60,17 @@ def fused_attention_enabled() -> bool:
 def op_names() -> list[str]:
     """Return the full name of every op torch's dispatcher knows; TorchScript's own overloads are not among them."""
     return list(torch._C._dispatch_get_all_op_names())
+
+
+def allow_flex_attention() -> None:
+    """Let ``flex_attention`` take tensors of the device: torch names the devices it serves inside a function."""
+    from torch.nn.attention import flex_attention
+
+    theirs = flex_attention._validate_device
+
+    @functools.wraps(theirs)
+    def validate(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        if query.device.type != "jax":
+            theirs(query, key, value)
+
+    flex_attention._validate_device = validate

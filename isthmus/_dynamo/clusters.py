@@ -14,6 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from isthmus._device.fallback import FallbackWarning
+from isthmus._dynamo import higher_order, record  # noqa: F401
 from isthmus._dynamo.evaluate import NodeFailure, is_lowered
 from isthmus._dynamo.options import Options
 from isthmus._dynamo.program import Program
@@ -40,6 +41,7 @@ class Clusters:
             if node.op in ("call_function", "call_method", "call_module") and not is_lowered(node):
                 self._exclude(node, "nothing lowers it")
         self.run = self._build()
+        record.graph(self)
 
     def __call__(self, args: list[Any]) -> Any:
         """Run one call; ``args`` is emptied once it has succeeded."""

@@ -1,16 +1,63 @@
-"""Compiles specializations, and remembers what was compiled for those who ask: explain, metrics."""
+"""Compiles specializations, and remembers what was compiled while somebody listens: ``isthmus.explain``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from isthmus._runtime import compiler
 
 if TYPE_CHECKING:
+    from isthmus._dynamo.clusters import Clusters
     from isthmus._dynamo.program import Specialization
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """One executable: the name of its program, its graph, and what XLA made of it."""
+
+    name: str
+    module: Any
+    executable: compiler.Executable
+
+
+@dataclass
+class Record:
+    """Every graph and every executable made while recording."""
+
+    graphs: list[Clusters] = field(default_factory=list)
+    compilations: list[Compilation] = field(default_factory=list)
+
+
+_listeners: list[Record] = []
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Record]:
+    """Record what is compiled inside this block."""
+    found = Record()
+    _listeners.append(found)
+    try:
+        yield found
+    finally:
+        _listeners.remove(found)
+
+
+def graph(clusters: Clusters) -> None:
+    """Tell those who listen of a new graph."""
+    for record in _listeners:
+        record.graphs.append(clusters)
 
 
 def compile(specialization: Specialization, donated: tuple[int, ...]) -> Callable[..., Any]:
     """Return the executable of a specialization."""
-    return compiler.compile(specialization.compute, specialization.examples, donated)
+    program = specialization.program
+    title = f"{program.name} ({len(program.module.graph.nodes):,} nodes)"
+    made = compiler.build(
+        specialization.compute, specialization.examples, donated, program.options.xla, title
+    )
+    for record in _listeners:
+        record.compilations.append(Compilation(program.name, program.module, made))
+    return made.call

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from isthmus._runtime import counters, private
+from isthmus._runtime import counters, disk, private, progress
 
 Function = Callable[..., Any]
 # XLA's compiler runs without the interpreter lock, so two threads may meet here; one compiles at a time.
@@ -26,13 +28,56 @@ def abstract(value: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(value.shape, value.dtype)
 
 
+@dataclass(frozen=True)
+class Executable:
+    """A compiled function: the cheapest way to call it, JAX's stages it came from, and the seconds each took."""
+
+    call: Function
+    lowered: Any
+    compiled: Any
+    seconds: dict[str, float]
+
+
 def compile(function: Function, inputs: Sequence[Any], donate: tuple[int, ...] = ()) -> Function:
     """Compile ``function`` for inputs of these shapes and return the cheapest way to call it."""
-    with _lock, scoped_x64():
-        jitted = jax.jit(function, donate_argnums=donate)
-        compiled = jitted.lower(*[abstract(value) for value in inputs]).compile()
+    return build(function, inputs, donate).call
+
+
+def build(
+    function: Function,
+    inputs: Sequence[Any],
+    donate: tuple[int, ...] = (),
+    options: Mapping[str, Any] | None = None,
+    title: str = "",
+) -> Executable:
+    """Compile ``function`` for inputs of these shapes, with options for XLA, and keep what can be told about it."""
+    options = dict(options or {})
+    clock = Clock()
+    with _lock, scoped_x64(), progress.line(title):
+        traced = jax.jit(function, donate_argnums=donate).trace(*[abstract(value) for value in inputs])
+        clock.lap("trace")
+        lowered = traced.lower()
+        clock.lap("lower")
+        compiled = disk.load(lowered, donate, options)
+        if compiled is None:
+            compiled = lowered.compile(compiler_options=options or None)
+            disk.save(compiled, lowered, donate, options)
+        clock.lap("xla")
     counters.count("compilations")
-    return private.fast_call(compiled)
+    return Executable(private.fast_call(compiled), lowered, compiled, clock.laps)
+
+
+class Clock:
+    """Seconds from one lap to the next, by name."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        """End a lap."""
+        now = time.perf_counter()
+        self.laps[name], self._last = now - self._last, now
 
 
 def inline(function: Function) -> Function:

@@ -1,0 +1,37 @@
+"""A line on the terminal while a compilation takes long."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+from isthmus import config
+
+_PATIENCE = 2.0
+
+
+@contextlib.contextmanager
+def line(title: str) -> Iterator[None]:
+    """Say on stderr that ``title`` is being compiled if that takes over two seconds, and then how long it took."""
+    if not title or config.progress == "off" or not sys.stderr.isatty():
+        yield
+        return
+    started, shown = time.perf_counter(), threading.Event()
+
+    def show() -> None:
+        shown.set()
+        sys.stderr.write(f"isthmus: compiling {title} ...")
+        sys.stderr.flush()
+
+    timer = threading.Timer(_PATIENCE, show)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if shown.is_set():
+            sys.stderr.write(f"\risthmus: compiled {title} in {time.perf_counter() - started:.1f} s\n")
