@@ -41,9 +41,8 @@ def _check_bounds(tensor: Tensor, size: Any, stride: Any, offset: int) -> None:
 
 def as_strided_(self: Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> Tensor:
     """Give ``self`` another layout on its storage; ``t_``, ``squeeze_`` and their like arrive here."""
-    if not hasattr(
-        self.untyped_storage(), "_buffer"
-    ):  # functionalization keeps the layout of its own wrapper
+    if not hasattr(self.untyped_storage(), "_buffer"):
+        # Functionalization does to its wrapper, which has no contents, what it did to the tensor inside.
         return redispatch_to_meta(_aten.as_strided_.default, self, size, stride, storage_offset)
     return become(self, as_strided(self, size, stride, storage_offset))
 

@@ -12,9 +12,11 @@ from torch.fx import GraphModule
 from isthmus._dynamo import decompositions
 from isthmus._dynamo.clusters import Clusters
 from isthmus._dynamo.options import Options, parse
+from isthmus._dynamo.private import keep_optimizer_steps_on_device
 from isthmus._dynamo.random import key_random_nodes
 
 _numbers = itertools.count()
+keep_optimizer_steps_on_device()
 
 
 def isthmus(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from sys import getrefcount
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 
 from isthmus._device import checks
 from isthmus._device.entry import alias_pattern
+from isthmus._device.hosts import copied
 from isthmus._device.plan import Slot, Static, TensorSlot, slot_for
 from isthmus._device.strided import read
 from isthmus._dynamo import crossing, record
@@ -28,7 +29,8 @@ from isthmus._runtime import compiler
 from isthmus._runtime.dtypes import to_jax_dtype
 from isthmus._runtime.hosts import device_number
 
-# A value only its buffer holds is counted there, in the list of inputs and as an argument of getrefcount.
+# A value only its buffer holds is counted there, in the list of inputs and as an argument of getrefcount. One that
+# somebody else holds too is copied before its memory is given away.
 _OWNED = 3
 _aten = torch.ops.aten
 Plan = Callable[[list[Any], list[Any]], list[Any]]
@@ -60,7 +62,7 @@ class Program:
         return plan(args, inputs)
 
     def _new_plan(self, key: Any, args: list[Any], inputs: list[Any]) -> Plan:
-        plan = Specialization(self, args, inputs).plan(inputs)
+        plan = Specialization(self, args, inputs).plan()
         self.plans[key] = plan
         if len(self.plans) > self.options.programs:
             self.plans.popitem(last=False)
@@ -105,7 +107,6 @@ class Specialization:
         self.errors: list[tuple[type[Exception], str]] = []
         self.returns = Returns(program.module, program.placeholders, self.symbols)
         self.local = [isinstance(a, Tensor) and a.device.type == "jax" for a in args]
-        self.calls: dict[bool, Callable[..., Any]] = {}
 
     def compute(self, *inputs: Any) -> tuple[Any, ...]:
         """Compute new storages, rewritten storages, then the conditions lowerings require."""
@@ -143,22 +144,24 @@ class Specialization:
             values[group] = slot.write(storage, inputs, written[self.program.placeholders[at]])
         return [values[group] for group in self.order]
 
-    def plan(self, inputs: list[Any]) -> Plan:
+    def plan(self) -> Plan:
         """Return how a call runs: compute, rebind what is written, wrap what is new."""
         targets = [self.program.targets[group] for group in self.order]
-        donated = tuple(self.slots[at].index for at in targets)  # type: ignore[union-attr]
-        may = (
-            bool(targets) and all(self.local[at] for at in targets) and self.program.options.donate == "auto"
-        )
-        self.choose(inputs, donated, may)
+        indices = [self.slots[at].index for at in targets]  # type: ignore[union-attr]
+        here = all(self.local[at] for at in targets)
+        donated = tuple(indices) if here and self.program.options.donate == "auto" else ()
+        call = record.compile(self, donated)
         count, writes, wrap = self.returns.count, len(targets), self.returns.wrapper()
         verify = checks.verifier(self.errors)
-        foreign = [
-            at for at, slot in enumerate(self.slots) if isinstance(slot, TensorSlot) and not self.local[at]
-        ]
+        foreign = not all(
+            here for here, slot in zip(self.local, self.slots, strict=True) if isinstance(slot, TensorSlot)
+        )
 
         def run(args: list[Any], inputs: list[Any]) -> list[Any]:
-            outputs = self.choose(inputs, donated, may)(*inputs)
+            for index in donated:
+                if getrefcount(inputs[index]) != _OWNED:
+                    inputs[index] = copied(inputs[index])
+            outputs = call(*inputs)
             inputs.clear()
             if foreign:
                 for output in outputs:
@@ -172,14 +175,6 @@ class Specialization:
             return result
 
         return run
-
-    def choose(self, inputs: list[Any], donated: tuple[int, ...], may: bool) -> Callable[..., Any]:
-        """Return the executable for these inputs: memory nobody else holds is reused."""
-        owned = may and all([sys.getrefcount(inputs[index]) == _OWNED for index in donated])
-        call = self.calls.get(owned)
-        if call is None:
-            call = self.calls[owned] = record.compile(self, donated if owned else ())
-        return call
 
 
 def _slot(arg: Any, index: Any) -> Slot:
