@@ -1,0 +1,327 @@
+"""What a compiled call and a compiled model cost: backend "isthmus" beside hand-written JAX, TorchInductor, torchax.
+
+    python benchmarks/compile.py                 # everything, for the CPU
+    python benchmarks/compile.py overhead gpt    # some of it
+    python benchmarks/compile.py gpt2            # the 124M training step, for a GPU
+
+Contenders take turns in every round, so that a noisy machine is noisy for all of them; a time is the median of
+its rounds. Every round waits for its results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from peers import gpt, resnet
+
+Thunk = Callable[[], Any]
+DEVICE = "jax"
+
+
+def wait(result: Any) -> None:
+    """Wait until a result is computed."""
+    if isinstance(result, torch.Tensor):
+        if result.device.type == "jax":
+            torch.jax.synchronize()
+        elif result.device.type == "cuda":
+            torch.cuda.synchronize()
+    else:
+        jax.block_until_ready(result)
+
+
+def race(contenders: dict[str, Thunk], rounds: int, calls: int = 1) -> dict[str, float]:
+    """Return the median seconds of a call of each contender; each is run twice before."""
+    first = {}
+    for name, run in contenders.items():
+        started = time.perf_counter()
+        wait(run())
+        first[name] = time.perf_counter() - started
+        wait(run())
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, run in contenders.items():
+            started = time.perf_counter()
+            for _ in range(calls):
+                result = run()
+            wait(result)
+            times[name].append((time.perf_counter() - started) / calls)
+    for name, seconds in first.items():
+        print(f"    {name:24} first call {seconds:8.2f} s")
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def report(title: str, times: dict[str, float], peer: str, limit: float | None = None) -> None:
+    """Print times and ratios to a peer, and whether ours is within the limit."""
+    print(title)
+    for name, seconds in times.items():
+        print(f"    {name:24} {seconds * 1e3:10.3f} ms  {seconds / times[peer]:6.2f} x {peer}")
+    if limit is not None:
+        ratio = times["isthmus"] / times[peer]
+        print(f"    {'ok' if ratio <= limit else 'MISSED'}: {ratio:.2f} x, at most {limit} x")
+
+
+def overhead(rounds: int) -> None:
+    """A compiled function of one op, beside the bare jitted call plus Dynamo with a backend that does nothing."""
+    x, a = torch.randn(4, 4, device=DEVICE), jnp.ones((4, 4))
+    done = (x + 1,)
+    jitted = jax.jit(lambda a: a + 1)
+    nothing = torch.compile(lambda x: x + 1, backend=lambda module, inputs: lambda *args: done)
+    compiled = torch.compile(lambda x: x + 1, backend="isthmus")
+    times = race(
+        {"jax.jit": lambda: jitted(a), "dynamo": lambda: nothing(x), "isthmus": lambda: compiled(x)},
+        rounds,
+        500,
+    )
+    times["jax.jit + dynamo"] = times["jax.jit"] + times["dynamo"]
+    report("one op", times, "jax.jit + dynamo", 1.3)
+
+
+def torch_step(model: nn.Module, backend: str, optimizer: Any, loss: Any) -> Callable[..., Any]:
+    """Return a training step in plain PyTorch, all of it given to torch.compile."""
+
+    @torch.compile(backend=backend)
+    def step(x: Any, y: Any) -> Any:
+        found = loss(model(x), y)
+        found.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return found.detach()
+
+    return step
+
+
+def adamw(p: Any, g: Any, m: Any, v: Any, t: Any, lr: float = 1e-3, decay: float = 0.01) -> Any:
+    """Return what AdamW makes of one parameter and its state."""
+    m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+    update = m / (1 - 0.9**t) / (jnp.sqrt(v / (1 - 0.999**t)) + 1e-8)
+    return (p * (1 - lr * decay) - lr * update).astype(p.dtype), m, v
+
+
+class JaxTraining:
+    """A model's parameters and AdamW state in JAX, and a step that donates them."""
+
+    def __init__(self, p: dict[str, Any], loss: Callable[..., Any], extra: Any = None) -> None:
+        zeros = {name: jnp.zeros_like(value) for name, value in p.items()}
+        self.state = (p, zeros, {k: jnp.zeros_like(v) for k, v in p.items()}, jnp.zeros(()), extra)
+
+        def step(state: Any, *batch: Any) -> Any:
+            p, m, v, t, extra = state
+            if extra is None:
+                value, grads = jax.value_and_grad(loss)(p, *batch)
+            else:
+                (value, extra), grads = jax.value_and_grad(loss, has_aux=True)(p, extra, *batch)
+            new = {name: adamw(p[name], grads[name], m[name], v[name], t + 1) for name in p}
+            parts = [{name: triple[n] for name, triple in new.items()} for n in range(3)]
+            return (*parts, t + 1, extra), value
+
+        self.step = jax.jit(step, donate_argnums=0)
+
+    def __call__(self, *batch: Any) -> Any:
+        """Run one step and return the loss."""
+        self.state, value = self.step(self.state, *batch)
+        return value
+
+
+def token_loss(logits: Any, y: Any) -> Any:
+    """Return the mean cross-entropy of the next tokens."""
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+def run_gpt(rounds: int) -> None:
+    """The forward pass and the training step of a GPT of four layers."""
+    size = gpt.Size()
+    torch.manual_seed(0)
+    model = gpt.GPT(size)
+    tokens = torch.randint(size.vocabulary, (size.batch, size.context))
+    targets = tokens.roll(-1, 1)
+    p, jt, jy = gpt.parameters(model), jnp.asarray(tokens.numpy()), jnp.asarray(targets.numpy())
+    forward = jax.jit(lambda p, x: gpt.forward(p, x, size))
+    training = JaxTraining(gpt.parameters(model), lambda p, x, y: gpt.loss(p, x, y, size))
+
+    compare(
+        "GPT L4 D256 T128 B8",
+        model,
+        (tokens, targets),
+        token_loss,
+        lambda: forward(p, jt),
+        lambda: training(jt, jy),
+        rounds,
+    )
+
+
+def run_resnet(rounds: int) -> None:
+    """The forward pass and the training step of a ResNet-18."""
+    torch.manual_seed(0)
+    model = resnet.ResNet()
+    images, labels = torch.randn(8, 3, 64, 64), torch.randint(100, (8,))
+    p = gpt.parameters(model)
+    s = {k: jnp.asarray(v.numpy()) for k, v in model.named_buffers() if "running" in k}
+    ji, jl = jnp.asarray(images.permute(0, 2, 3, 1).numpy()), jnp.asarray(labels.numpy())
+    forward = jax.jit(lambda p, s, x: resnet.forward(p, s, x))
+    training = JaxTraining(gpt.parameters(model), resnet.loss, {k: jnp.array(v) for k, v in s.items()})
+    compare(
+        "ResNet-18 64x64 B8",
+        model,
+        (images, labels),
+        F.cross_entropy,
+        lambda: forward(p, s, ji),
+        lambda: training(ji, jl),
+        rounds,
+    )
+
+
+def compare(
+    title: str, model: nn.Module, batch: tuple[Any, Any], loss: Any, forward: Thunk, step: Thunk, rounds: int
+) -> None:
+    """Race the contenders through the forward pass and through the training step of a model."""
+    import copy
+
+    contenders: dict[str, Thunk] = {"jax": forward}
+    steps: dict[str, Thunk] = {"jax": step}
+    backends = {"isthmus": DEVICE} | ({"inductor": "cpu"} if has_compiler() else {})
+    for backend, device in backends.items():
+        torch._dynamo.reset()
+        x, y = batch[0].to(device), batch[1].to(device)
+        mine = copy.deepcopy(model).to(device).eval()
+        compiled = torch.compile(mine, backend=backend)
+        contenders[backend] = no_grad(compiled, x)
+        other = copy.deepcopy(model).to(device)
+        optimizer = torch.optim.AdamW(other.parameters(), lr=1e-3)
+        steps[backend] = bound(torch_step(other, backend, optimizer, loss), x, y)
+    report(f"{title}, forward", race(contenders, rounds), "jax", 1.1)
+    report(f"{title}, training step", race(steps, rounds), "jax", 1.1)
+
+
+def no_grad(function: Callable[..., Any], x: Any) -> Thunk:
+    """Return a call without gradients."""
+
+    def call() -> Any:
+        with torch.no_grad():
+            return function(x)
+
+    return call
+
+
+def bound(function: Callable[..., Any], *args: Any) -> Thunk:
+    """Return a call of a function with these arguments."""
+    return lambda: function(*args)
+
+
+def has_compiler() -> bool:
+    """Return whether TorchInductor finds the C++ compiler it needs."""
+    import shutil
+
+    return shutil.which("g++") is not None or shutil.which("clang++") is not None
+
+
+def recompilations(rounds: int) -> None:
+    """Compilations over 50 calls of one size, and Dynamo's over 20 batch sizes."""
+    from torch._dynamo.utils import counters
+
+    import isthmus
+
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)).to(DEVICE)
+    compiled = torch.compile(model, backend="isthmus")
+    compiled(torch.randn(8, 16, device=DEVICE))
+    before = isthmus.metrics.counts()["compilations"]
+    x = torch.randn(8, 16, device=DEVICE)
+    before = isthmus.metrics.counts()["compilations"]
+    for _ in range(50):
+        compiled(x)
+    print(f"recompilations over 50 calls: {isthmus.metrics.counts()['compilations'] - before}, at most 0")
+    torch._dynamo.reset()
+    counters.clear()
+    dynamic = torch.compile(model, backend="isthmus", dynamic=True)
+    for batch in range(2, 22):
+        dynamic(torch.randn(batch, 16, device=DEVICE))
+    print(f"Dynamo's graphs over 20 batch sizes: {counters['stats']['unique_graphs']}, at most 2")
+
+
+GPT2 = gpt.Size(layers=12, width=768, heads=12, context=1024, vocabulary=50304, batch=8)
+
+
+def gpt2(rounds: int) -> None:
+    """The training step of GPT-2 124M in bfloat16 on a GPU, each contender in a process of its own."""
+    times = {}
+    for name in ("jax", "inductor", "eager", "isthmus"):
+        command = [sys.executable, __file__, "--contender", name, "--rounds", str(rounds)]
+        found = subprocess.run(command, capture_output=True, text=True, check=False)
+        print("\n".join(line for line in found.stdout.splitlines() if not line.startswith("seconds")))
+        seconds = [line.split()[1] for line in found.stdout.splitlines() if line.startswith("seconds")]
+        if seconds:
+            times[name] = float(seconds[0])
+        else:
+            print(f"    {name} failed: {found.stderr[-2000:]}")
+    report("GPT-2 124M, training step, bfloat16", times, "inductor", 1.1)
+
+
+def contend(name: str, rounds: int) -> None:
+    """Run the training step of GPT-2 124M as one contender, and print its seconds."""
+    torch.manual_seed(0)
+    model = gpt.GPT(GPT2).to(torch.bfloat16)
+    tokens = torch.randint(GPT2.vocabulary, (GPT2.batch, GPT2.context))
+    targets = tokens.roll(-1, 1)
+    if name == "jax":
+        p = {key: value.astype(jnp.bfloat16) for key, value in gpt.parameters(model).items()}
+        training = JaxTraining(p, lambda p, x, y: gpt.loss(p, x, y, GPT2, "cudnn"))
+        batch = (jnp.asarray(tokens.numpy()), jnp.asarray(targets.numpy()))
+        run = bound(training, *batch)
+    else:
+        run = torch_contender(name, model, tokens, targets)
+    print(f"seconds {race({name: run}, rounds)[name]}")
+
+
+def torch_contender(name: str, model: nn.Module, tokens: Any, targets: Any) -> Thunk:
+    """Return the training step in plain PyTorch on the contender's device."""
+    device = "jax" if name == "isthmus" else "cuda"
+    if name == "isthmus":
+        import isthmus  # noqa: F401
+    model = model.to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    step = torch_step(model, name if name != "eager" else "eager", optimizer, token_loss)
+    if name == "eager":
+        step = step._torchdynamo_orig_callable  # type: ignore[attr-defined]
+    return bound(step, tokens.to(device), targets.to(device))
+
+
+PARTS = {
+    "overhead": overhead,
+    "gpt": run_gpt,
+    "resnet": run_resnet,
+    "recompilations": recompilations,
+    "gpt2": gpt2,
+}
+
+
+def main() -> None:
+    """Run the parts that are named, or all of them."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=[])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--contender", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.contender:
+        contend(options.contender, options.rounds)
+        return
+    for name in options.parts or [name for name in PARTS if name != "gpt2"]:
+        PARTS[name](options.rounds)
+
+
+if __name__ == "__main__":
+    main()

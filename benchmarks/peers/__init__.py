@@ -1,0 +1,1 @@
+"""The models of the benchmarks, in plain PyTorch and written by hand in JAX."""
