@@ -9,9 +9,10 @@ import torch  # noqa: F401
 
 from isthmus import config, errors
 from isthmus._device.registration import register
+from isthmus.explain import explain
 
 __version__ = "0.1.0.dev0"
-__all__ = ["config", "errors", "lowering", "metrics"]
+__all__ = ["config", "errors", "explain", "lowering", "metrics"]
 
 register()
 

@@ -88,7 +88,7 @@ def test_a_fall_to_the_cpu_fails_unless_expected(monkeypatch: pytest.MonkeyPatch
     row = {"suite": "op_db", "names": [ENTRY.name], "reason": "a test"}
     monkeypatch.setattr(verdict.expectations, "cpu", [row])
     judge(found, lambda *row: None)
-    with pytest.raises(pytest.fail.Exception, match="stays on the device now"):
+    with pytest.raises(pytest.fail.Exception, match="nothing on the CPU now"):
         judge(Verdict(ENTRY, samples=1), lambda *row: None)
     monkeypatch.setattr(verdict.expectations, "gaps", [row])
     with pytest.raises(pytest.fail.Exception, match="passes now"):

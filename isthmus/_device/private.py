@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 from typing import Any
 
@@ -42,6 +44,12 @@ def hide_from_dynamo(function: Any) -> None:
     _frames.set_code_exec_strategy(function.__code__, strategy)
 
 
+def drop_pending_error() -> None:
+    """Forget an error that C++ has set in this thread and not raised yet, so that Python code may run."""
+    with contextlib.suppress(BaseException):
+        ctypes.pythonapi.PyErr_Occurred()  # ctypes raises what it finds set after a call
+
+
 def below_autograd() -> Any:
     """Return a guard under which a call goes straight to the backend."""
     return torch._C._AutoDispatchBelowAutograd()
@@ -64,6 +72,7 @@ def op_names() -> list[str]:
 
 def allow_flex_attention() -> None:
     """Let ``flex_attention`` take tensors of the device: torch names the devices it serves inside a function."""
+    from torch._higher_order_ops.flex_attention import flex_attention as op
     from torch.nn.attention import flex_attention
 
     theirs = flex_attention._validate_device
@@ -74,3 +83,17 @@ def allow_flex_attention() -> None:
             theirs(query, key, value)
 
     flex_attention._validate_device = validate
+    autocast = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
+    if autocast not in op.py_kernels:
+        op.py_impl(autocast)(_flex_attention_autocast)
+
+
+def _flex_attention_autocast(*args: Any) -> Any:
+    """Run it on queries, keys and values of autocast's dtype, as torch does on its own devices."""
+    from torch._higher_order_ops.flex_attention import flex_attention
+
+    dtype = torch.get_autocast_dtype("jax")
+    wide = (torch.float32, torch.float16, torch.bfloat16)
+    given = [x.to(dtype) if x.dtype in wide else x for x in args[:3]]
+    with without_autocast():
+        return flex_attention(*given, *args[3:])

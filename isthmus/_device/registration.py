@@ -11,7 +11,7 @@ import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from _isthmus_autoload import rival
-from isthmus._device.private import hide_from_dynamo
+from isthmus._device import private
 from isthmus.errors import RegistrationError
 
 _lock = threading.RLock()
@@ -32,7 +32,7 @@ def register() -> None:
         )
         _state["library"] = library = torch.library.Library("_", "IMPL")
         library.fallback(_load_then_call, "PrivateUse1")
-        hide_from_dynamo(_load_then_call)
+        private.hide_from_dynamo(_load_then_call)
         _state["pass autocast"] = autocast.allow()
         objects.install()
         modules.install()
@@ -63,6 +63,9 @@ class _Hooks(torch._C._acc.PrivateUse1Hooks):
 
 class _Guard(torch._C._acc.DeviceGuard):
     def type_(self) -> Any:
+        # torch asks this even while an error of a fake tensor is on its way out of a backward formula, and would
+        # abort the process; so it raises a SystemError.
+        private.drop_pending_error()
         return torch._C._autograd.DeviceType.PrivateUse1
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from isthmus._device.buffer import is_dense, storage_order
 from isthmus._device.hosts import array_from_cpu
+from isthmus._device.strided import span
 from isthmus._runtime import counters
 from isthmus._runtime.compiler import platform, scoped_x64
 from isthmus._runtime.dtypes import to_jax_dtype
@@ -19,16 +20,27 @@ _PLATFORMS = {"cpu": "cpu", "cuda": "gpu"}
 
 def arrive(tensor: Tensor) -> Any:
     """Return a tensor's storage as an array that may share its memory: the program must end before torch goes on."""
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    size, stride = tuple(plain.shape), tuple(plain.stride())
-    dense = plain.permute(storage_order(size, stride)) if is_dense(size, stride) else plain.contiguous()
-    if _PLATFORMS.get(plain.device.type) == platform() and dense.numel():
+    dense = _dense(tensor.detach())
+    if _PLATFORMS.get(dense.device.type) == platform() and dense.numel():
         with scoped_x64():
             if dense.dtype == torch.bool:
                 return jax.dlpack.from_dlpack(dense.view(torch.uint8)).view(to_jax_dtype(torch.bool))
             return jax.dlpack.from_dlpack(dense)
     counters.count("transfers to device")
     return array_from_cpu(dense.cpu())
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """Return what a tensor's strides run over: its elements in the order of memory, and the gaps between them."""
+    size, stride = tuple(tensor.shape), tuple(tensor.stride())
+    plain = tensor.resolve_conj().resolve_neg()
+    if is_dense(size, stride):
+        return plain.permute(storage_order(size, stride))
+    if plain is not tensor:  # it may have lost its gaps
+        spread = plain.new_zeros(span(size, stride))
+        spread.as_strided(size, stride).copy_(plain)
+        return spread
+    return plain.as_strided((span(size, stride),), (1,))
 
 
 def depart(array: Any, size: tuple[int, ...], stride: tuple[int, ...], device: torch.device) -> Tensor:

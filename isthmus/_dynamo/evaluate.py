@@ -231,7 +231,7 @@ def _copy(run: Evaluation, node: Node, target: Array, source: Array, non_blockin
     return new
 
 
-def _on_device(run: Evaluation, node: Node, *args: Any, **kwargs: Any) -> Any:
+def on_device(run: Evaluation, node: Node, *args: Any, **kwargs: Any) -> Any:
     """Return what the device's own kernel makes of tensors that hold these arrays: it looks at their strides."""
     layouts = iter(layout.tensor_nodes(node))
 
@@ -249,6 +249,13 @@ def _on_device(run: Evaluation, node: Node, *args: Any, **kwargs: Any) -> Any:
         return to_arrays(node.target(*given, **named))  # type: ignore[operator]
 
 
+def _batch_norm(run: Evaluation, node: Node, *args: Any, **kwargs: Any) -> list[Array]:
+    """Return a normalized batch and its statistics; outside training the CPU saves none, the device all."""
+    found = lower(node.target, args, kwargs)  # type: ignore[arg-type]
+    saves = [not (isinstance(part.shape[0], int) and part.shape[0] == 0) for part in node.meta["val"][1:]]
+    return [found[0], *(part if saved else part[:0] for part, saved in zip(found[1:], saves, strict=True))]
+
+
 def _empty(
     run: Evaluation, node: Node, size: Any, *ignored: Any, dtype: torch.dtype | None = None, **others: Any
 ) -> Array:
@@ -263,12 +270,14 @@ OWN: dict[Any, Callable[..., Any]] = {
     _aten.empty_strided.default: _empty,
     _aten.sym_size.int: lambda run, node, x, dim: x.shape[dim],
     _aten.sym_numel.default: lambda run, node, x: x.size,
-    _aten._ctc_loss.default: _on_device,
-    _aten._ctc_loss_backward.default: _on_device,
-    _aten._linalg_det.default: _on_device,
-    _aten._linalg_slogdet.default: _on_device,
-    _aten._thnn_fused_gru_cell.default: _on_device,
-    _aten._thnn_fused_gru_cell_backward.default: _on_device,
-    _aten._thnn_fused_lstm_cell.default: _on_device,
+    _aten._native_batch_norm_legit_functional.default: _batch_norm,
+    _aten._native_batch_norm_legit_no_training.default: _batch_norm,
+    _aten._ctc_loss.default: on_device,
+    _aten._ctc_loss_backward.default: on_device,
+    _aten._linalg_det.default: on_device,
+    _aten._linalg_slogdet.default: on_device,
+    _aten._thnn_fused_gru_cell.default: on_device,
+    _aten._thnn_fused_gru_cell_backward.default: on_device,
+    _aten._thnn_fused_lstm_cell.default: on_device,
 }
 """Ops without a lowering: they need the run itself, or the device answers them before any lowering is asked."""

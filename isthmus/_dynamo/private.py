@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
+
+GraphBreak = tuple[list[tuple[str, int]], str, str | None]
+"""Files and lines, innermost last, the reason, and the function that was given up where it could not be resumed."""
 
 
 @functools.cache
@@ -24,3 +29,23 @@ def keep_optimizer_steps_on_device() -> None:
         original(self, tx)
 
     OptimizerVariable._set_capturable = set_capturable  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def graph_breaks() -> Iterator[list[GraphBreak]]:
+    """Collect the breaks of what is compiled inside this block, which begins with nothing compiled."""
+    from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
+
+    graph_break_reasons.clear()
+    before = get_compilation_metrics()
+    found: list[GraphBreak] = []
+    yield found
+    for one in graph_break_reasons:
+        found.append(([(frame.filename, frame.lineno or 0) for frame in one.user_stack], one.reason, None))
+    for metrics in get_compilation_metrics():
+        if metrics.fail_reason is None or any(metrics is old for old in before):
+            continue
+        # A break that cannot be resumed from, as in a loop, is no graph's reason: the whole frame is left to Python.
+        file = metrics.fail_user_frame_filename or metrics.co_filename or ""
+        line = metrics.fail_user_frame_lineno or metrics.co_firstlineno or 0
+        found.append(([(file, line)], metrics.fail_reason, metrics.co_name))

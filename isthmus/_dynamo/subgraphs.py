@@ -6,7 +6,7 @@ returns the number of the first condition that did not hold, and the program aro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,15 +15,31 @@ from jax import lax
 from torch.fx import GraphModule, Node
 
 from isthmus._dynamo import layout
-from isthmus._dynamo.evaluate import Evaluation, NodeFailure
+from isthmus._dynamo.evaluate import Evaluation, NodeFailure, on_device
 from isthmus._dynamo.random import is_random
+from isthmus._graph.schema import schema_of
 from isthmus._ops.checks import collecting, require
 from isthmus._ops.common import wrap_dim
+from isthmus._ops.views import VIEWS
 from isthmus.errors import Unsupported
 
 Array = Any
 _aten = torch.ops.aten
 _STRIDED = (_aten.as_strided.default, _aten.as_strided_scatter.default)
+
+
+def _copies() -> dict[Any, Callable[..., Any]]:
+    """Return the views whose results are copies, as torch has them in the body of a loop."""
+    found: dict[Any, Callable[..., Any]] = {}
+    for op, function in VIEWS.items():
+        packet = getattr(_aten, f"{op._schema.name.partition('::')[2]}_copy", None)
+        copy = getattr(packet, op._overloadname, None)
+        if copy is not None and copy not in VIEWS:
+            found[copy] = function
+    return found
+
+
+_COPIES = _copies()
 
 
 class Subgraph(Evaluation):
@@ -38,7 +54,18 @@ class Subgraph(Evaluation):
             return self.look_up(node.args[0])  # a number of the loop: it stays an array
         if node.target is _aten.select.int and hasattr(self.look_up(node.args[2]), "dtype"):
             return _select(*self.look_up(node.args))
+        if node.target in _COPIES:
+            return _COPIES[node.target](*self.look_up(node.args), **self.look_up(node.kwargs))
+        if node.target is _aten.scaled_dot_product_attention.default:
+            return self._attention(node)
         return super()._apply(node)
+
+    def _attention(self, node: Node) -> Any:
+        """Return what the device's kernel gives: it chooses a way by itself, and torch leaves it whole in a body."""
+        args, kwargs = self.look_up(node.args), self.look_up(node.kwargs)
+        if schema_of(node.target).bind(args, kwargs).get("dropout_p"):  # type: ignore[arg-type]
+            raise Unsupported("attention with dropout inside a graph inside a graph")
+        return on_device(self, node, *args, **kwargs)
 
 
 def _select(x: Array, dim: int, index: Array) -> Array:

@@ -13,7 +13,7 @@ from isthmus._graph.names import aten
 from isthmus._ops.common import accumulation_dtype, cast
 from isthmus._ops.matmul import precision
 from isthmus._ops.registry import lowering
-from isthmus._runtime import compiler
+from isthmus._runtime import compiler, private
 from isthmus.errors import Unsupported
 
 Array = Any
@@ -70,14 +70,17 @@ def _flash_takes(query: Array, key: Array, value: Array, bias: Array | None, is_
     return compiler.platform() == "gpu" and half and bias is None and shapes and query.shape[-1] % 8 == 0
 
 
+def _scale(query: Array, scale: float | None) -> float:
+    return 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+
+
 def flash_attention(
-    query: Array, key: Array, value: Array, is_causal: bool, scale: float | None, sums: bool = False
-) -> Any:
-    """Return what cuDNN's kernel gives, heads before lengths as torch has them, and the sums if asked."""
+    query: Array, key: Array, value: Array, is_causal: bool, scale: float | None
+) -> tuple[Array, Array]:
+    """Return what cuDNN's kernel gives, heads before lengths as torch has them, and the logarithms of its sums."""
     q, k, v = (x.swapaxes(1, 2) for x in (query, key, value))
-    how: dict[str, Any] = {"scale": scale, "is_causal": is_causal, "return_residual": sums}
-    found: Any = jax.nn.dot_product_attention(q, k, v, **how, implementation="cudnn")
-    return tuple(x.swapaxes(1, 2) for x in found) if sums else found.swapaxes(1, 2)
+    out, sums = private.cudnn_attention(q, k, v, is_causal, _scale(query, scale))
+    return out.swapaxes(1, 2), sums
 
 
 def _fastest(
@@ -86,7 +89,7 @@ def _fastest(
     if _flash_takes(query, key, value, bias, is_causal):
         # Which sizes it has is known to it alone, and said by raising.
         with contextlib.suppress(ValueError, NotImplementedError, RuntimeError):
-            return flash_attention(query, key, value, is_causal, scale, sums=True)
+            return flash_attention(query, key, value, is_causal, scale)
     return attention(query, key, value, bias, is_causal, scale)
 
 
@@ -115,11 +118,11 @@ def fused_attention(
 
 
 def _flash_gradients(
-    grad: Array, query: Array, key: Array, value: Array, is_causal: bool, scale: float | None
+    grad: Array, qkv: tuple[Array, ...], out: Array, sums: Array, is_causal: bool, scale: float | None
 ) -> tuple[Array, ...]:
-    _, transpose = jax.vjp(lambda q, k, v: flash_attention(q, k, v, is_causal, scale), query, key, value)
-    found: tuple[Array, ...] = transpose(grad)
-    return found
+    swapped = (x.swapaxes(1, 2) for x in (grad, *qkv, out))
+    found = private.cudnn_attention_gradients(*swapped, sums, is_causal, _scale(qkv[0], scale))
+    return tuple(x.swapaxes(1, 2) for x in found)
 
 
 @lowering(aten._scaled_dot_product_fused_attention_overrideable_backward.default, matmul=True)
@@ -147,7 +150,10 @@ def fused_attention_backward(
         raise Unsupported("dropout inside attention")
     if query.ndim == 4 and _flash_takes(query, key, value, attn_bias, is_causal):
         with contextlib.suppress(ValueError, NotImplementedError, RuntimeError):
-            return (*_flash_gradients(grad_out, query, key, value, is_causal, scale), None)
+            gradients = _flash_gradients(
+                cast(grad_out, query.dtype), (query, key, value), out, logsumexp, is_causal, scale
+            )
+            return (*gradients, None)
     wide = accumulation_dtype(query.dtype)
     floating = attn_bias is not None and jnp.issubdtype(attn_bias.dtype, jnp.floating)
     operands = [query, key, value] + ([attn_bias] if floating else [])
@@ -163,3 +169,42 @@ def fused_attention_backward(
     if attn_bias is not None and not floating:
         grads.append(jnp.zeros_like(attn_bias))
     return (*grads, None) if attn_bias is None else tuple(grads)
+
+
+@lowering(aten._scaled_dot_product_flash_attention_for_cpu.default, matmul=True)
+def attention_for_cpu(
+    query: Array,
+    key: Array,
+    value: Array,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    attn_mask: Array | None = None,
+    scale: float | None = None,
+) -> tuple[Array, Array]:
+    """Attention as graphs of CPU tensors have it; also the sums that its backward is given."""
+    if dropout_p:
+        raise Unsupported("dropout inside attention")
+    out, sums = _fastest(query, key, value, _lift(attn_mask), is_causal, scale)
+    # Where there is nothing to attend to, torch saves 0 here.
+    sums = jnp.where(jnp.isneginf(sums), jnp.zeros_like(sums), sums)
+    return cast(out, query.dtype), cast(sums, accumulation_dtype(query.dtype))
+
+
+@lowering(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, matmul=True)
+def attention_for_cpu_backward(
+    grad_out: Array,
+    query: Array,
+    key: Array,
+    value: Array,
+    out: Array,
+    logsumexp: Array,
+    dropout_p: float,
+    is_causal: bool,
+    attn_mask: Array | None = None,
+    scale: float | None = None,
+) -> tuple[Array | None, ...]:
+    """The gradients for query, key and value; a mask that needs one never comes this way."""
+    wanted = [True, True, True, False]
+    sizes = (None, None, query.shape[-2], key.shape[-2])
+    saved = (attn_mask, wanted, out, logsumexp, *sizes, dropout_p, is_causal, None, None, scale)
+    return fused_attention_backward(grad_out, query, key, value, *saved)[:3]

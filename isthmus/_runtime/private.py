@@ -19,3 +19,43 @@ def fast_call(compiled: jax.stages.Compiled) -> Callable[..., Any]:
 def is_traced(values: Sequence[Any]) -> bool:
     """Return whether any of ``values`` is a JAX tracer."""
     return any(isinstance(value, jax.core.Tracer) for value in values)
+
+
+def cudnn_attention(query: Any, key: Any, value: Any, is_causal: bool, scale: float) -> tuple[Any, Any]:
+    """Return attention by cuDNN's kernel and the logarithms of its sums; lengths come before heads.
+
+    JAX's public function rounds those sums to the dtype of the result, which is too coarse for the gradients.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    mask = cudnn.MaskType.CAUSAL if is_causal else cudnn.MaskType.NO_MASK
+    out, sums = cudnn.dot_product_attention(
+        query, key, value, scale=scale, mask_type=mask, return_residual=True
+    )
+    return out, sums
+
+
+def cudnn_attention_gradients(
+    grad: Any, query: Any, key: Any, value: Any, out: Any, sums: Any, is_causal: bool, scale: float
+) -> tuple[Any, Any, Any]:
+    """Return the gradients of ``cudnn_attention`` for query, key and value, given what it returned."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    nothing = jax.numpy.zeros(0, query.dtype)
+    found = cudnn._dot_product_attention_bwd_p_wrapper.bind(
+        query,
+        key,
+        value,
+        *[nothing] * 7,
+        sums,
+        out,
+        grad,
+        scale=scale,
+        seed=42,
+        dropout_rate=0.0,
+        variadic_args=(False, False),
+        mask_type=cudnn.MaskType.CAUSAL if is_causal else cudnn.MaskType.NO_MASK,
+        layout=cudnn.AttentionLayout.BTNH.value,
+        sliding_window_length=None,
+    )
+    return tuple(found[:3])

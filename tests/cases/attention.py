@@ -1,6 +1,9 @@
 """Cases for attention, whole transformer layers outside training, and the fused cells of RNNs."""
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from isthmus._graph.names import aten
 from tests.support import b8, bf16, case, f32, f64, fails, values
@@ -8,13 +11,35 @@ from tests.support import b8, bf16, case, f32, f64, fails, values
 SDPA = aten.scaled_dot_product_attention.default
 Q, K, V = f32(2, 4, 5, 8), f32(2, 4, 7, 8).then(lambda t: t / 2), f32(2, 4, 7, 6)
 HOLES = b8(5, 7).then(lambda t: t.index_fill(0, torch.tensor([2]), False))
+NEVER = f32(5, 7).then(lambda t: t.index_fill(0, torch.tensor([2]), -torch.inf))
 LAYER = (f64(24, 8), f64(24), f64(8, 8), f64(8))
 NORMS = (f64(8), f64(8), f64(8), f64(8))
 FEED = (f64(16, 8), f64(16), f64(8, 16), f64(8))
 CAUSAL = b8(5, 5).then(lambda t: torch.triu(torch.ones_like(t), 1))
 PADDING = values([[False] * 5, [False, False, True, True, True]])
+FLASH = aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+def flash_gradients(query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None) -> Any:
+    """What torch's attention of CPU tensors gives backward, which needs what forward saved."""
+    out, sums = FLASH(query, key, value, 0.0, causal, attn_mask=mask)
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    return backward(out.cos(), query, key, value, out, sums, 0.0, causal, attn_mask=mask)
+
 
 CASES = [
+    case(FLASH, Q, K, K),
+    case(FLASH, Q, K, K, 0.0, True, id="causal"),
+    case(FLASH, Q, K, K, attn_mask=f32(5, 7), scale=0.3, id="bias, scale"),
+    case(FLASH, Q, K, K, attn_mask=NEVER, id="a row with nothing to attend to"),
+    case(FLASH, f64(2, 4, 5, 8), f64(2, 4, 7, 8), f64(2, 4, 7, 8), id="double"),
+    case(flash_gradients, Q, K, K, False, None),
+    case(flash_gradients, Q, K, K, True, None, id="causal"),
+    case(flash_gradients, Q, K, K, False, f32(2, 1, 5, 7), id="bias"),
+    case(flash_gradients, Q, K, K, False, NEVER, id="a row with nothing to attend to"),
+    case(
+        flash_gradients, f32(2, 5, 4, 8).then(lambda t: t.transpose(1, 2)), K, K, False, None, id="transposed"
+    ),
     case(SDPA, Q, K, V),
     case(SDPA, Q, K, V, None, 0.0, True, id="causal"),
     case(SDPA, Q, K, V, HOLES, id="a row with nothing to attend to"),

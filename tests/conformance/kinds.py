@@ -66,13 +66,13 @@ def _strided(like: torch.Tensor) -> torch.Tensor:
 
 def gradient(op: OpInfo, sample: SampleInput) -> list[Any]:
     """Return the gradients of every input that asks for one."""
-    inputs = _differentiable(sample)
+    inputs = differentiable(sample)
     return leaves(gradients(_outputs(op, sample), inputs)) if inputs else []
 
 
 def second(op: OpInfo, sample: SampleInput) -> list[Any]:
     """Return the gradients of the gradients."""
-    inputs = _differentiable(sample)
+    inputs = differentiable(sample)
     first = gradients(_outputs(op, sample), inputs, create_graph=True) if inputs else []
     again = [g for g in first if g is not None and g.requires_grad]
     return leaves(gradients(again, inputs)) if again else []
@@ -93,7 +93,8 @@ def tangent(op: OpInfo, sample: SampleInput) -> list[Any]:
     return leaves(found)
 
 
-def _differentiable(sample: SampleInput) -> list[torch.Tensor]:
+def differentiable(sample: SampleInput) -> list[torch.Tensor]:
+    """Return the inputs that ask for a gradient."""
     given = leaves([sample.input, sample.args, sample.kwargs])
     return [t for t in given if isinstance(t, torch.Tensor) and t.requires_grad]
 
@@ -110,7 +111,7 @@ def run(op: OpInfo, call: Call, samples: Iterable[SampleInput], verdict: Verdict
     for number, sample in enumerate(samples):
 
         def at(place: str, sample: SampleInput = sample) -> list[Any]:
-            return call(op, _mapped(op, sample, PLACES[place]))
+            return call(op, mapped(op, sample, PLACES[place]))
 
         def invariant(results: list[Any], sample: SampleInput = sample) -> list[Any]:
             return invariants.of(op.name, call is tangent, sample, results)
@@ -120,7 +121,8 @@ def run(op: OpInfo, call: Call, samples: Iterable[SampleInput], verdict: Verdict
         Trial(at, invariant, has_values, "jax" if placed else "cpu").run(verdict, number)
 
 
-def _mapped(op: OpInfo, sample: SampleInput, function: Callable[[Any], Any]) -> SampleInput:
+def mapped(op: OpInfo, sample: SampleInput, function: Callable[[Any], Any]) -> SampleInput:
+    """Return a sample with its arguments moved by ``function``."""
     value, kwargs = function((sample.input, sample.kwargs))
     args = sample.args if op.name in HOST_ARGUMENTS else function(sample.args)
     process = sample.output_process_fn_grad

@@ -17,6 +17,10 @@ from tests.conformance.values import Mismatch
 EXPECTATIONS = Path(__file__).parent.parent / "expectations.toml"
 
 
+class Uncompilable(Exception):
+    """torch cannot compile this call for the CPU either."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """What is judged: one entry of a database, one thing done with it, one dtype."""
@@ -39,10 +43,15 @@ class Verdict:
     wrong: list[str] = field(default_factory=list)
     raised: list[str] = field(default_factory=list)
     cpu: set[str] = field(default_factory=set)
+    outside: set[str] = field(default_factory=set)
+    """What no compiled program computed."""
+    uncompilable: list[str] = field(default_factory=list)
 
     @property
     def status(self) -> str:
-        """``pass``, ``wrong`` or ``raises``."""
+        """``pass``, ``wrong``, ``raises``, or ``torch`` where torch itself can compile no sample."""
+        if self.uncompilable and not self.samples:
+            return "torch"
         return "wrong" if self.wrong else "raises" if self.raised else "pass"
 
     @contextlib.contextmanager
@@ -54,6 +63,9 @@ class Verdict:
             yield
         except Mismatch as mismatch:
             self.wrong.append(f"sample {number}: {mismatch}")
+        except Uncompilable as reason:
+            self.samples -= 1
+            self.uncompilable.append(f"sample {number}: {reason}")
         except Exception as error:
             first = str(error).strip().split("\n")[0][:240]
             self.raised.append(f"sample {number}: {type(error).__name__}: {first}")
@@ -62,12 +74,18 @@ class Verdict:
 
 
 class Expectations:
-    """The rows of expectations.toml: ``gap`` for what does not pass, ``cpu`` for what runs there."""
+    """The rows of expectations.toml: ``gap`` does not pass, ``cpu`` runs there, ``outside`` leaves a compiled program."""
 
     def __init__(self) -> None:
         rows = tomllib.loads(EXPECTATIONS.read_text(encoding="utf-8"))
         self.gaps: list[dict[str, Any]] = rows.get("gap", [])
         self.cpu: list[dict[str, Any]] = rows.get("cpu", [])
+        self.outside: list[dict[str, Any]] = rows.get("outside", [])
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """All of them."""
+        return self.gaps + self.cpu + self.outside
 
     @staticmethod
     def find(rows: list[dict[str, Any]], entry: Entry) -> dict[str, Any] | None:
@@ -86,7 +104,7 @@ expectations = Expectations()
 def chosen(samples: Iterable[Any], entry: Entry, limit: int | None) -> list[Any]:
     """Return the samples to run: all, or as many as asked for unless the entry is known to be special."""
     made = list(samples)
-    known = any(expectations.find(rows, entry) for rows in (expectations.gaps, expectations.cpu))
+    known = expectations.find(expectations.rows, entry)
     if limit is None or known or len(made) <= limit:
         return made
     return [made[i * len(made) // limit] for i in range(limit)]
@@ -95,17 +113,27 @@ def chosen(samples: Iterable[Any], entry: Entry, limit: int | None) -> list[Any]
 def judge(verdict: Verdict, record: Any) -> None:
     """Record a verdict for the table, and fail the test unless it is what is expected."""
     entry = verdict.entry
-    if not verdict.samples:
+    if not verdict.samples and not verdict.uncompilable:
         pytest.skip("torch has no such sample for the CPU, so nothing was compared")
-    gap, cpu = (expectations.find(rows, entry) for rows in (expectations.gaps, expectations.cpu))
     detail = (verdict.wrong + verdict.raised)[:3]
-    row = {**vars(entry), "status": verdict.status, "samples": verdict.samples}
-    record("conformance", {**row, "cpu": sorted(verdict.cpu), "detail": detail})
+    row = {**vars(entry), "status": verdict.status, "samples": verdict.samples, "cpu": sorted(verdict.cpu)}
+    row |= {"outside": sorted(verdict.outside), "uncompilable": verdict.uncompilable[:3]}
+    record("conformance", {**row, "detail": detail})
+    if verdict.status == "torch":
+        pytest.skip(f"torch cannot compile it for the CPU either: {verdict.uncompilable[0]}")
+    gap = expectations.find(expectations.gaps, entry)
     if verdict.status != "pass" and gap is None:
         pytest.fail(f"{entry}: {verdict.status}\n" + "\n".join(detail), pytrace=False)
     if verdict.status == "pass" and gap is not None:
         pytest.fail(f"{entry} passes now: take it out of {EXPECTATIONS.name}", pytrace=False)
-    if verdict.cpu and cpu is None:
-        pytest.fail(f"{entry}: on the CPU: {', '.join(sorted(verdict.cpu))}", pytrace=False)
-    if cpu is not None and not verdict.cpu:
-        pytest.fail(f"{entry} stays on the device now: take it out of {EXPECTATIONS.name}", pytrace=False)
+    _only_if_expected(entry, verdict.cpu, expectations.cpu, "on the CPU")
+    _only_if_expected(entry, verdict.outside, expectations.outside, "outside the compiled programs")
+
+
+def _only_if_expected(entry: Entry, ops: set[str], rows: list[dict[str, Any]], where: str) -> None:
+    """Fail the test where ops ran somewhere that no row tells, or a row tells of some and there are none."""
+    expected = expectations.find(rows, entry)
+    if ops and expected is None:
+        pytest.fail(f"{entry}: {where}: {', '.join(sorted(ops))}", pytrace=False)
+    if expected is not None and not ops:
+        pytest.fail(f"{entry} has nothing {where} now: take it out of {EXPECTATIONS.name}", pytrace=False)

@@ -4,28 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-Batch = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Family:
-    """A model that returns its loss and then its outputs, and what it is called with.
-
-    A ``quick`` family runs in every test run; the others only in the full one.
-    """
-
-    name: str
-    model: Callable[[], nn.Module]
-    batch: Callable[[torch.Generator], Batch]
-    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
-    quick: bool = False
-
-    def __str__(self) -> str:
-        return self.name
+Batch = dict[str, Any]
 
 
 def momentum(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -40,6 +24,22 @@ def momentum(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     """Return the optimizer of families that have no gradient made of rounding errors."""
     return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model that returns its loss and then its outputs, and what it is called with.
+
+    A ``quick`` family runs in every test run, the others only in the full one. ``breaks`` is why Dynamo breaks
+    the graph, where the model itself is written so that it must.
+    """
+
+    name: str
+    model: Callable[[], nn.Module]
+    batch: Callable[[torch.Generator], Batch]
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = momentum
+    quick: bool = False
+    breaks: tuple[str, ...] = ()
 
 
 def tokens(shape: tuple[int, ...], g: torch.Generator, low: int = 3, high: int = 100) -> Tensor:

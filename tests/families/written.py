@@ -222,10 +222,10 @@ def _noise(g: torch.Generator) -> Batch:
 
 WRITTEN = [
     Family("ResNet", ResNet, _images, quick=True),
-    Family("UNet", UNet, _pair, quick=True),
-    Family("LSTM", LSTM, lambda g: {"text": tokens((3, 9), g)}, adamw, quick=True),
+    Family("U-Net", UNet, _pair),
+    Family("LSTM", LSTM, lambda g: {"text": tokens((3, 9), g)}, adamw),
     Family("GRU", GRU, _series, adamw),
     Family("ConvNet", ConvNet, _small_images),
-    Family("MLP-Mixer", Mixer, _small_images),
-    Family("DCGAN", GAN, _noise),
+    Family("MLP-Mixer", Mixer, _small_images, quick=True),
+    Family("DCGAN", GAN, _noise, quick=True),
 ]
