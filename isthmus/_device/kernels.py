@@ -19,6 +19,7 @@ from isthmus._device import (
     masks,
     random_factories,
     rnn,
+    traced,
     transfer,
     views,
 )
@@ -87,7 +88,7 @@ def _register_lowering(entry: Lowering) -> None:
 for _name, _function in _own.items():
     hide_from_dynamo(_function)
     _library("aten").impl(_name, _function, "PrivateUse1")
-for _name, _function in attention.AUTOGRAD_KERNELS.items():
+for _name, _function in (attention.AUTOGRAD_KERNELS | traced.AUTOGRAD_KERNELS).items():
     hide_from_dynamo(_function)
     _library("aten").impl(_name, _function, "AutogradPrivateUse1")
 for _lowering in list(registry.values()):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import functools
 from typing import Any
 
@@ -44,10 +42,12 @@ def hide_from_dynamo(function: Any) -> None:
     _frames.set_code_exec_strategy(function.__code__, strategy)
 
 
-def drop_pending_error() -> None:
-    """Forget an error that C++ has set in this thread and not raised yet, so that Python code may run."""
-    with contextlib.suppress(BaseException):
-        ctypes.pythonapi.PyErr_Occurred()  # ctypes raises what it finds set after a call
+def in_traced_backward(*tensors: torch.Tensor) -> bool:
+    """Return whether a backward formula of torch's is being traced, on tensors without values."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    faked = any([isinstance(tensor, FakeTensor) for tensor in tensors])
+    return faked and torch._C._current_autograd_node() is not None
 
 
 def below_autograd() -> Any:

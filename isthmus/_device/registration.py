@@ -63,9 +63,6 @@ class _Hooks(torch._C._acc.PrivateUse1Hooks):
 
 class _Guard(torch._C._acc.DeviceGuard):
     def type_(self) -> Any:
-        # torch asks this even while an error of a fake tensor is on its way out of a backward formula, and would
-        # abort the process; so it raises a SystemError.
-        private.drop_pending_error()
         return torch._C._autograd.DeviceType.PrivateUse1
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.fx import GraphModule
 
-from isthmus._device.fallback import FallbackWarning
 from isthmus._dynamo import decompositions
 from isthmus._dynamo.clusters import Clusters
 from isthmus._dynamo.options import Options, parse
@@ -41,16 +39,7 @@ def isthmus(
         decompositions=decompositions.table(),
         keep_inference_input_mutations=True,
     )
-    try:
-        return compiled(module, example_inputs)
-    except SystemError:
-        # All torch says of an error inside a backward formula that looks at values, as that of a complex svd does.
-        warnings.warn(
-            "a gradient in this graph depends on values, so torch cannot trace it: the graph runs op by op",
-            FallbackWarning,
-            stacklevel=2,
-        )
-        return module.forward
+    return compiled(module, example_inputs)
 
 
 def _partition(joint: GraphModule, *args: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,9 +20,10 @@ from isthmus._device.buffer import wrap_strided
 from isthmus._device.decompose import to_arrays
 from isthmus._device.hosts import array_from_cpu
 from isthmus._device.plan import store
+from isthmus._device.private import has_kernel
 from isthmus._dynamo import layout
 from isthmus._dynamo.random import Draw, Keyed, key_of
-from isthmus._graph.schema import Argument, schema_of
+from isthmus._graph.schema import Argument, mutating_of, schema_of
 from isthmus._ops import families  # noqa: F401  # importing it files every lowering
 from isthmus._ops.common import Number
 from isthmus._ops.registry import lowering_of
@@ -32,6 +34,9 @@ from isthmus.errors import IsthmusError, LoweringError, Unsupported
 Array = Any
 Rule = Callable[["Evaluation", Node, list[Any]], Any]
 _aten = torch.ops.aten
+_COMPOSITE = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+# Their sizes, numbers or draws are not those of the program.
+_NOT_COMPOSED = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.nondeterministic_seeded}
 _WIDEST = {bool: np.bool_, int: np.int64, float: np.float64, complex: np.complex128}
 
 HIGHER_ORDER: dict[Any, Rule] = {}
@@ -108,7 +113,8 @@ class Evaluation:
         if target in HIGHER_ORDER:
             return HIGHER_ORDER[target](self, node, args)
         if isinstance(target, OpOverload):
-            return lower(target, args, kwargs)
+            whole = lowering_of(target) is not None
+            return lower(target, args, kwargs) if whole else on_device(self, node, *args, **kwargs)
         return target(*args, **kwargs)  # arithmetic on sizes, operator.getitem
 
 
@@ -185,8 +191,18 @@ def is_lowered(node: Node) -> bool:
         return True
     if isinstance(target, OpOverload):
         lowering = lowering_of(target)
-        return lowering is not None and lowering.size is None
+        return is_composite(target) if lowering is None else lowering.size is None
     return not isinstance(target, HigherOrderOperator)
+
+
+@functools.cache
+def is_composite(op: OpOverload) -> bool:
+    """Return whether torch composes an op of others when it runs, which a graph still names whole."""
+    schema = schema_of(op)
+    # Some functional forms merely allocate and call their out= form: that is the op itself.
+    wraps_out = any(has_kernel(other, "CPU") for other in mutating_of(op))
+    other = wraps_out or schema.mutated or not op._schema.returns or _NOT_COMPOSED & {*op.tags}
+    return any(has_kernel(op, key) for key in _COMPOSITE) and not other
 
 
 def _as_strided(
@@ -267,6 +283,7 @@ OWN: dict[Any, Callable[..., Any]] = {
     _aten.as_strided_scatter.default: _as_strided_scatter,
     _aten.copy_.default: _copy,
     _aten.empty.memory_format: _empty,
+    _aten.empty_permuted.default: _empty,
     _aten.empty_strided.default: _empty,
     _aten.sym_size.int: lambda run, node, x, dim: x.shape[dim],
     _aten.sym_numel.default: lambda run, node, x: x.size,

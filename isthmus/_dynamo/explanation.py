@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from isthmus._dynamo import private, record
 from isthmus._dynamo.clusters import _ID, Clusters
 from isthmus._dynamo.random import Draw, Keyed
+from isthmus._dynamo.tables import amount, counted, duration, first_line, table
 from isthmus._runtime import counters
 from isthmus._runtime.compiler import Executable
 
@@ -239,7 +240,7 @@ def explained(
 def _breaks(found: Sequence[private.GraphBreak]) -> tuple[Break, ...]:
     """Return the breaks in the user's code, once each: Dynamo meets one again where it inlines its function."""
     places = [(_users_line(stack), reason, skipped) for stack, reason, skipped in found]
-    return tuple(dict.fromkeys(Break(place, *rest) for place, *rest in places if place is not None))
+    return tuple(dict.fromkeys(Break(place, why, skipped) for place, why, skipped in places if place))
 
 
 def _backward(result: Any) -> None:
@@ -375,11 +376,6 @@ def break_reason(one: Break) -> str:
     return first_line(one.reason) + whole
 
 
-def first_line(text: str) -> str:
-    """Return the first line of a text."""
-    return text.strip().partition("\n")[0]
-
-
 def _where(place: Place | None) -> list[str]:
     return [str(place), place.source] if place is not None else ["", ""]
 
@@ -393,44 +389,6 @@ def _total(values: Iterable[float | None]) -> float | None:
     """Return the sum of what is known, or None where nothing is."""
     known = [value for value in values if value is not None]
     return sum(known) if known else None
-
-
-def table(titles: Sequence[str], rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]:
-    """Return rows as aligned lines, titles first."""
-    if not rows:
-        return []
-    every = [titles, *rows] if titles else rows
-    widths = [max(len(cell) for cell in column) for column in zip(*every, strict=True)]
-    to_right = set(right)
-    return [
-        "  ".join(
-            cell.rjust(width) if at in to_right else cell.ljust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in every
-    ]
-
-
-def counted(number: int, noun: str) -> str:
-    """Return a number with its noun: ``1 graph``, ``2 graphs``."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def amount(value: float | None, unit: str) -> str:
-    """Return a number with its unit, as ``1.25 MB``; a dash where it is not known."""
-    if value is None:
-        return "-"
-    for prefix in ("", "k", "M", "G", "T"):
-        if value < 999.5 or prefix == "T":
-            break
-        value /= 1000
-    digits = 0 if prefix == "" or value >= 99.95 else 1 if value >= 9.995 else 2
-    return f"{value:.{digits}f} {prefix}{unit}"
-
-
-def duration(seconds: float) -> str:
-    """Return a time in milliseconds or seconds."""
-    return f"{seconds:.2f} s" if seconds >= 0.99995 else f"{1000 * seconds:.1f} ms"
 
 
 def _joined(comment: str, parts: Iterable[tuple[str, str]]) -> str:

@@ -13,12 +13,11 @@ from isthmus._dynamo.explanation import (
     Explanation,
     Graph,
     Outside,
-    amount,
     break_rows,
-    counted,
     fallback_rows,
     program_rows,
 )
+from isthmus._dynamo.tables import amount, counted
 
 _WIDTH, _LINE, _GAP = 680, 18, 22
 _SHOWN = 8

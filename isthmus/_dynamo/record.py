@@ -23,7 +23,7 @@ class Compilation:
     executable: compiler.Executable
 
 
-@dataclass
+@dataclass(eq=False)
 class Record:
     """Every graph and every executable made while recording."""
 

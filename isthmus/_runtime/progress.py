@@ -29,9 +29,12 @@ def line(title: str) -> Iterator[None]:
     timer = threading.Timer(_PATIENCE, show)
     timer.daemon = True
     timer.start()
+    outcome = "stopped compiling"
     try:
         yield
+        outcome = "compiled"
     finally:
         timer.cancel()
+        timer.join()  # it may be writing right now
         if shown.is_set():
-            sys.stderr.write(f"\risthmus: compiled {title} in {time.perf_counter() - started:.1f} s\n")
+            sys.stderr.write(f"\risthmus: {outcome} {title} in {time.perf_counter() - started:.1f} s\n")
