@@ -18,7 +18,7 @@ from isthmus._device.plan import Slot, Static, contiguous_specs, fill, flatten, 
 from isthmus._device.private import empty_tensor
 from isthmus._device.strided import contiguous_strides
 from isthmus._graph.schema import ABSENT
-from isthmus._ops.checks import collecting
+from isthmus._ops.checks import Checks, collecting
 from isthmus._runtime import compiler
 from isthmus._runtime.dtypes import to_jax_dtype
 from isthmus.errors import IsthmusError, LoweringError
@@ -105,13 +105,21 @@ class _Builder:
         if self.mutation is not None and count == 0:
             return []
         if self.inferred:
-            return inference.specs(self.result)
+            return self._unmasked(inference.specs(self.result))
         found = self._computed_specs()
         return found if self.mutation is None else found[:count]
 
+    def _unmasked(self, specs: list[Spec | None]) -> list[Spec | None]:
+        """Return the specs without the gradients nobody asks for, which some Meta kernels give all the same."""
+        mask = self.slots.get("output_mask")
+        if not isinstance(mask, list) or len(mask) != len(specs):
+            return specs
+        wanted = [isinstance(slot, Static) and slot.value for slot in mask]
+        return [spec if want else None for spec, want in zip(specs, wanted, strict=True)]
+
     def _computed_specs(self) -> list[Spec | None]:
         """Return the specs of what the tier computes, for an op torch cannot infer."""
-        with compiler.scoped_x64():
+        with compiler.scoped_x64(), collecting():
             return contiguous_specs(lambda *inputs: self._results(inputs)[0], self.examples)
 
     def _results(self, inputs: Sequence[Any]) -> tuple[list[Any], Any]:
@@ -120,6 +128,8 @@ class _Builder:
         arguments = {name: fill(slot, inputs) for name, slot in self.slots.items() if name not in outs}
         if self.random:
             arguments["rng"] = _random_key(inputs[-1])
+        if self.traced:
+            return flatten(self.tier(arguments)), Checks()  # the program around it requires the conditions
         with collecting() as found:
             return flatten(self.tier(arguments)), found
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -44,6 +46,20 @@ def set_state(state: torch.Tensor) -> None:
     seed, offset = state.cpu().contiguous().numpy().view(np.uint64)
     with _lock:
         default.seed, default.offset = int(seed), int(offset)
+
+
+@contextlib.contextmanager
+def replaying(words: np.ndarray[Any, Any], index: int) -> Iterator[None]:
+    """Let the ops in this block draw from the (seed, offset) that ``draw`` gave, ``index`` offsets later."""
+    high, low, far, near = (int(word) for word in words)
+    with _lock:
+        before = default.seed, default.offset
+        default.seed, default.offset = high << 32 | low, (far << 32 | near) + index
+    try:
+        yield
+    finally:
+        with _lock:
+            default.seed, default.offset = before
 
 
 def draw(generator: torch.Generator | None, count: int = 1) -> np.ndarray[Any, Any]:

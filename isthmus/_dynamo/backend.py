@@ -7,7 +7,8 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch.fx import GraphModule
+import torch
+from torch.fx import Graph, GraphModule, Node
 
 from isthmus._dynamo import decompositions
 from isthmus._dynamo.clusters import Clusters
@@ -47,7 +48,20 @@ def _partition(joint: GraphModule, *args: Any, **kwargs: Any) -> tuple[GraphModu
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     key_random_nodes(joint.graph)
+    _save_what_is_overwritten(joint.graph)
     return min_cut_rematerialization_partition(joint, *args, **kwargs)
+
+
+def _save_what_is_overwritten(graph: Graph) -> None:
+    """Keep torch from computing in backward, once more, what forward computed of an argument it then wrote to."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    written = [node.args[0] for node in graph.nodes if node.target is torch.ops.aten.copy_.default]
+    for place in written:
+        assert isinstance(place, Node)
+        for user in place.users:
+            if user.target is not torch.ops.aten.copy_.default:
+                user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def _compile(

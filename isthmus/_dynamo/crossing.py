@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from isthmus._device.buffer import is_dense, storage_order
-from isthmus._device.hosts import array_from_cpu
+from isthmus._device.hosts import array_from_cpu, cpu_from_array
 from isthmus._device.strided import span
 from isthmus._runtime import counters
 from isthmus._runtime.compiler import platform, scoped_x64
-from isthmus._runtime.dtypes import to_jax_dtype
+from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
 
 _PLATFORMS = {"cpu": "cpu", "cuda": "gpu"}
 
@@ -47,13 +47,10 @@ def depart(array: Any, size: tuple[int, ...], stride: tuple[int, ...], device: t
     """Return a new storage's array as a tensor of another device."""
     if _PLATFORMS.get(device.type) == platform():
         if array.dtype == bool:
-            flat = torch.from_dlpack(array.view("uint8")).view(torch.bool)
+            flat = torch.utils.dlpack.from_dlpack(array.view("uint8")).view(torch.bool)
         else:
-            flat = torch.from_dlpack(array)
+            flat = torch.utils.dlpack.from_dlpack(array)
     else:
-        from isthmus._device.hosts import cpu_from_array
-        from isthmus._runtime.dtypes import to_torch_dtype
-
         counters.count("transfers to host")
         flat = cpu_from_array(array, to_torch_dtype(array.dtype)).clone().to(device)
     return flat.as_strided(size, stride)

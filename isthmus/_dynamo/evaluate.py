@@ -36,7 +36,11 @@ Rule = Callable[["Evaluation", Node, list[Any]], Any]
 _aten = torch.ops.aten
 _COMPOSITE = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
 # Their sizes, numbers or draws are not those of the program.
-_NOT_COMPOSED = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.nondeterministic_seeded}
+_NOT_COMPOSED = {
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.data_dependent_output,
+    torch.Tag.nondeterministic_seeded,
+}
 _WIDEST = {bool: np.bool_, int: np.int64, float: np.float64, complex: np.complex128}
 
 HIGHER_ORDER: dict[Any, Rule] = {}
@@ -162,7 +166,7 @@ def constant(module: GraphModule, node: Node) -> Any:
 
 def _check(node: Node, result: Any) -> None:
     """Refuse a result of another dtype or shape than torch's."""
-    for found, wanted in _pairs(result, node.meta.get("val")):
+    for found, wanted in _pairs(*_used(node, result, node.meta.get("val"))):
         if not isinstance(wanted, torch.Tensor) or not isinstance(found, (jax.Array, np.ndarray)):
             continue
         shape = [n for n in wanted.shape if isinstance(n, int)]
@@ -172,6 +176,18 @@ def _check(node: Node, result: Any) -> None:
                 f"the lowering of {node.target} gave {found.dtype}{list(found.shape)} where torch gives "
                 f"{wanted.dtype}{list(wanted.shape)}"
             )
+
+
+def _used(node: Node, result: Any, wanted: Any) -> tuple[Any, Any]:
+    """Return a result and what torch says it is without the parts no node asks for."""
+    if not isinstance(result, (list, tuple)) or not isinstance(wanted, (list, tuple)):
+        return result, wanted
+    if not all(user.target is operator.getitem for user in node.users):
+        return result, wanted
+    indices = {user.args[1] for user in node.users}
+    return [r for n, r in enumerate(result) if n in indices], [
+        w for n, w in enumerate(wanted) if n in indices
+    ]
 
 
 def _pairs(result: Any, wanted: Any) -> Iterator[tuple[Any, Any]]:
@@ -282,6 +298,7 @@ OWN: dict[Any, Callable[..., Any]] = {
     _aten.as_strided.default: _as_strided,
     _aten.as_strided_scatter.default: _as_strided_scatter,
     _aten.copy_.default: _copy,
+    _aten._efficientzerotensor.default: _empty,
     _aten.empty.memory_format: _empty,
     _aten.empty_permuted.default: _empty,
     _aten.empty_strided.default: _empty,

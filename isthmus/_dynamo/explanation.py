@@ -372,8 +372,10 @@ def break_rows(explanation: Explanation) -> list[list[str]]:
 
 def break_reason(one: Break) -> str:
     """Return why there is a break in one line."""
-    whole = f" (all of {one.skipped} runs as eager does)" if one.skipped else ""
-    return first_line(one.reason) + whole
+    reason = first_line(one.reason)
+    if reason.startswith("generic_jump"):
+        reason = f"Python branches on a tensor ({reason})"
+    return reason + (f" (all of {one.skipped} runs as eager does)" if one.skipped else "")
 
 
 def _where(place: Place | None) -> list[str]:

@@ -52,6 +52,13 @@ class Options:
     )
 
 
+_KINDS = {int: "number from 1 on", dict: "dictionary"}
+
+
+def _too_small(value: Any) -> bool:
+    return isinstance(value, int) and value < 1
+
+
 def parse(options: Mapping[str, Any] | None) -> Options:
     """Return the options of one call, or raise with those there are."""
     known = {f.name: f for f in fields(Options)}
@@ -59,9 +66,11 @@ def parse(options: Mapping[str, Any] | None) -> Options:
         if name not in known:
             raise ConfigError(f'backend "isthmus" has no option {name!r}; it has {", ".join(known)}')
         choices = known[name].metadata["choices"]
-        if isinstance(choices, tuple) and value not in choices:
+        if isinstance(choices, tuple) and not any(
+            value is c or (value == c and type(value) is type(c)) for c in choices
+        ):
             allowed = ", ".join(repr(choice) for choice in choices)
             raise ConfigError(f"option {name!r} is {value!r}; choose from {allowed}")
-        if isinstance(choices, type) and not isinstance(value, choices):
-            raise ConfigError(f"option {name!r} is {value!r}; it takes a {choices.__name__}")
+        if isinstance(choices, type) and (type(value) is not choices or _too_small(value)):
+            raise ConfigError(f"option {name!r} is {value!r}; it takes a {_KINDS[choices]}")
     return Options(**(options or {}))

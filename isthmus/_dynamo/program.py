@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from sys import getrefcount
 from typing import Any
 
@@ -16,18 +16,19 @@ from isthmus._device import checks
 from isthmus._device.entry import alias_pattern
 from isthmus._device.hosts import copied
 from isthmus._device.plan import Slot, Static, TensorSlot, slot_for
-from isthmus._device.strided import read
+from isthmus._device.strided import read, span
 from isthmus._dynamo import crossing, record
 from isthmus._dynamo.evaluate import Evaluation
 from isthmus._dynamo.layout import Symbols
 from isthmus._dynamo.options import Options
-from isthmus._dynamo.random import Draw
+from isthmus._dynamo.random import NO_WORDS, Draw
 from isthmus._dynamo.returns import Returns
 from isthmus._ops.checks import collecting
 from isthmus._ops.reinterpret import reinterpret
 from isthmus._runtime import compiler
 from isthmus._runtime.dtypes import to_jax_dtype
 from isthmus._runtime.hosts import device_number
+from isthmus.errors import Unsupported
 
 # A value only its buffer holds is counted there, in the list of inputs and as an argument of getrefcount. One that
 # somebody else holds too is copied before its memory is given away.
@@ -52,18 +53,20 @@ class Program:
         """Run one call; ``args`` is emptied."""
         key, inputs = _gather(args)
         if len(self.targets) > 1:
-            key.append(alias_pattern(tuple(args[at] for at in self.targets)))
-        if self.draw is not None:
-            inputs.append(self.draw.words())
+            key.append(alias_pattern(tuple([args[at] for at in self.targets])))
         found = tuple(key)
         plan = self.plans.get(found)
         if plan is None:
             plan = self._new_plan(found, args, inputs)
+        elif len(self.plans) > 1:
+            self.plans.move_to_end(found)
+        if self.draw is not None:
+            inputs.append(self.draw.words())
         return plan(args, inputs)
 
     def _new_plan(self, key: Any, args: list[Any], inputs: list[Any]) -> Plan:
-        plan = Specialization(self, args, inputs).plan()
-        self.plans[key] = plan
+        words = [NO_WORDS] if self.draw is not None else []
+        plan = self.plans[key] = Specialization(self, args, [*inputs, *words]).plan()
         if len(self.plans) > self.options.programs:
             self.plans.popitem(last=False)
         return plan
@@ -100,16 +103,17 @@ class Specialization:
         self.slots = [_slot(arg, index) for arg in args]
         self.symbols = Symbols(program.placeholders, args)
         self.examples = [compiler.abstract(value) for value in inputs]
-        storages = [args[at].untyped_storage()._cdata for at in program.targets]
-        # Targets on one storage are written one after another; each group of them is one output.
+        self.local = [isinstance(a, Tensor) and a.device.type == "jax" for a in args]
+        # Targets on one storage are written one after another; each group of them is one output. A tensor of another
+        # device arrives as an array of its own.
+        storages = [args[at].untyped_storage()._cdata if self.local[at] else (at,) for at in program.targets]
         self.groups = [storages.index(storage) for storage in storages]
         self.order = list(dict.fromkeys(self.groups))
         self.errors: list[tuple[type[Exception], str]] = []
-        self.returns = Returns(program.module, program.placeholders, self.symbols)
-        self.local = [isinstance(a, Tensor) and a.device.type == "jax" for a in args]
+        self.returns = Returns(program.module, program.placeholders, args, self.symbols)
 
     def compute(self, *inputs: Any) -> tuple[Any, ...]:
-        """Compute new storages, rewritten storages, then the conditions lowerings require."""
+        """Compute rewritten storages, new storages, then the conditions lowerings require."""
         program = self.program
         words = inputs[-1] if program.draw is not None else None
         run = Evaluation(program.module, self.symbols, words, self._storages(inputs))
@@ -117,18 +121,21 @@ class Specialization:
             run.run([_fill(slot, inputs) for slot in self.slots])
         self.errors = found.errors
         flags = [jnp.stack(found.flags)] if found.flags else []
-        return (*self.returns.arrays(run.values), *self._written(run.written, inputs), *flags)
+        # Rewritten storages come first: XLA gives donated memory to the first result that fits it.
+        return (*self._written(run.written, inputs), *self.returns.arrays(run.values), *flags)
 
     def _storages(self, inputs: Sequence[Any]) -> dict[Node, Callable[[Any, Any, Any], Any]]:
         """Return for each tensor argument how strides are read from its whole storage."""
 
         def reader(node: Node, slot: TensorSlot) -> Callable[[Any, Any, Any], Any]:
-            # torch's fake tensor may start elsewhere in its storage than the argument does.
-            start = self.symbols(node.meta["val"].storage_offset())
             storage = reinterpret(inputs[slot.index], to_jax_dtype(slot.spec.dtype))
 
             def of(size: Any, stride: Any, offset: Any) -> Any:
-                return read(storage, size, stride, slot.offset(inputs) + offset - start)
+                # torch's fake tensor may start elsewhere in its storage than the argument does.
+                start = offset - self.symbols(node.meta["val"].storage_offset())
+                if slot.offset_index is None and not 0 <= start <= storage.size - span(size, stride):
+                    raise Unsupported("elements before or after those that an argument shows")
+                return read(storage, size, stride, slot.offset(inputs) + start)
 
             return of
 
@@ -147,11 +154,12 @@ class Specialization:
     def plan(self) -> Plan:
         """Return how a call runs: compute, rebind what is written, wrap what is new."""
         targets = [self.program.targets[group] for group in self.order]
-        indices = [self.slots[at].index for at in targets]  # type: ignore[union-attr]
+        indices = [slot.index for slot in [self.slots[at] for at in targets] if isinstance(slot, TensorSlot)]
         here = all(self.local[at] for at in targets)
         donated = tuple(indices) if here and self.program.options.donate == "auto" else ()
         call = record.compile(self, donated)
-        count, writes, wrap = self.returns.count, len(targets), self.returns.wrapper()
+        written, wrap = len(targets), self.returns.wrapper()
+        rebind = _rebinder(targets, [self.slots[at] for at in targets], here)
         verify = checks.verifier(self.errors)
         foreign = not all(
             here for here, slot in zip(self.local, self.slots, strict=True) if isinstance(slot, TensorSlot)
@@ -166,18 +174,18 @@ class Specialization:
             if foreign:
                 for output in outputs:
                     output.block_until_ready()
-            for at, value in zip(targets, outputs[count:], strict=False):
-                _rebind(args[at], value)
-            result = wrap(args, outputs)
+            if written:
+                rebind(args, outputs)
+            result = wrap(args, outputs[written:])
             args.clear()
             if verify is not None:
-                verify(outputs[count + writes])
+                verify(outputs[-1])
             return result
 
         return run
 
 
-def _slot(arg: Any, index: Any) -> Slot:
+def _slot(arg: Any, index: Iterator[int]) -> Slot:
     return slot_for(arg, False, index) if isinstance(arg, Tensor) else Static(arg)
 
 
@@ -185,13 +193,24 @@ def _fill(slot: Slot, inputs: Sequence[Any]) -> Any:
     return slot.read(inputs) if isinstance(slot, TensorSlot) else slot.value  # type: ignore[union-attr]
 
 
-def _rebind(target: Tensor, value: Any) -> None:
-    """Give a written argument its new contents."""
-    if target.device.type != "jax":
-        with torch.no_grad():
-            dense = crossing.depart(value, tuple(target.shape), tuple(target.stride()), target.device)
-            target.copy_(dense)
-        return
-    target.untyped_storage()._buffer.value = value  # type: ignore[attr-defined]
-    if not target.is_inference():
-        torch.autograd.graph.increment_version(target)
+def _rebinder(places: list[int], slots: list[Any], here: bool) -> Callable[[list[Any], Sequence[Any]], None]:
+    """Return the function that gives written arguments their new contents."""
+
+    def rebind(args: list[Any], outputs: Sequence[Any]) -> None:
+        targets = [args[at] for at in places]
+        for target, value in zip(targets, outputs, strict=False):
+            target.untyped_storage()._buffer.value = value  # type: ignore[attr-defined]
+        if not targets[0].is_inference():
+            torch.autograd.graph.increment_version(targets)
+
+    def copy_back(args: list[Any], outputs: Sequence[Any]) -> None:
+        for at, slot, value in zip(places, slots, outputs, strict=False):
+            target = args[at]
+            if target.device.type == "jax":
+                target.untyped_storage()._buffer.value = value
+                torch.autograd.graph.increment_version(target)
+                continue
+            with torch.no_grad():
+                target.copy_(crossing.depart(value, slot.spec.size, slot.spec.stride, target.device))
+
+    return rebind if here else copy_back

@@ -18,6 +18,9 @@ from torch.fx import Graph, Node
 from isthmus._device import generator
 from isthmus._ops.registry import lowering_of
 
+NO_WORDS = np.zeros(4, np.uint32)
+"""Stands for the words of a call where only their shape matters."""
+
 
 class Draw:
     """The target of the node that stands for the (seed, offset) of a call."""
@@ -49,7 +52,10 @@ class Keyed:
 
     def __call__(self, words: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the op on its own, for a graph that is run node by node."""
-        return self.op(*args, **kwargs)
+        if words.device.type != "jax":
+            return self.op(*args, **kwargs)
+        with generator.replaying(words.cpu().numpy(), self.index):
+            return self.op(*args, **kwargs)
 
     def __repr__(self) -> str:
         return f"{self.op}#{self.index}"

@@ -29,7 +29,7 @@ class View:
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return this view of a tensor's storage."""
-        offset = tensor.storage_offset() + self.start
+        offset = int(tensor.storage_offset()) + self.start
         if tensor.device.type == "jax":
             return restride(tensor, self.size, self.stride, offset)
         return tensor.detach().as_strided(self.size, self.stride, offset)
@@ -38,13 +38,21 @@ class View:
 class Returns:
     """The results of one specialized graph: which arrays its program returns, and the tensors made of them."""
 
-    def __init__(self, module: GraphModule, placeholders: Sequence[Node], symbols: Symbols) -> None:
+    def __init__(
+        self, module: GraphModule, placeholders: Sequence[Node], args: Sequence[Any], symbols: Symbols
+    ) -> None:
         (output,) = [node for node in module.graph.nodes if node.op == "output"]
         found = output.args[0]
         self.single = not isinstance(found, (list, tuple))
         self.nodes = [found] if self.single else list(found)
         self.places = {node: at for at, node in enumerate(placeholders)}
         self.symbols = symbols
+        # An argument may be laid out otherwise than torch foresaw; a view of it is then computed like anything else.
+        self.foreseen = {
+            node
+            for node, arg in zip(placeholders, args, strict=True)
+            if isinstance(arg, Tensor) and symbols.spec(node, tuple(arg.shape)) == Spec.of(arg)
+        }
         self.roots: list[Node] = []
         self.specs: list[Spec] = []
         self.steps: list[_Wrap] = []
@@ -66,6 +74,8 @@ class Returns:
         """Return how one result is made of the arguments and the new tensors."""
         if not isinstance(node, Node):
             return lambda args, fresh: node
+        if node.target is torch.ops.aten.copy_.default:
+            node = node.args[0]  # what was written there is what the argument now holds
         value = values[node]
         if node in self.places:
             at = self.places[node]
@@ -75,13 +85,13 @@ class Returns:
             return lambda args, fresh: value
         root = root_of(node)
         view = self._view(node, root, values)
-        if root in self.places and view is not None:
+        if root in self.foreseen and view is not None:
             at = self.places[root]
             return lambda args, fresh: view.of(args[at])
-        if view is None:
+        if view is None or root in self.places:
             root = node
         index = self._store(root, values[root], stored)
-        if root is node:
+        if root is node or view is None:
             return lambda args, fresh: fresh[index]
         return lambda args, fresh: view.of(fresh[index])
 

@@ -120,8 +120,8 @@ def fused_attention(
 def _flash_gradients(
     grad: Array, qkv: tuple[Array, ...], out: Array, sums: Array, is_causal: bool, scale: float | None
 ) -> tuple[Array, ...]:
-    swapped = (x.swapaxes(1, 2) for x in (grad, *qkv, out))
-    found = private.cudnn_attention_gradients(*swapped, sums, is_causal, _scale(qkv[0], scale))
+    g, q, k, v, o = (x.swapaxes(1, 2) for x in (grad, *qkv, out))
+    found = private.cudnn_attention_gradients(g, q, k, v, o, sums, is_causal, _scale(qkv[0], scale))
     return tuple(x.swapaxes(1, 2) for x in found)
 
 

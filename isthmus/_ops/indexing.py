@@ -80,11 +80,32 @@ def put_at(x: Array, position: Any, values: Array, accumulate: bool) -> Array:
     return x.at[position].add(values)
 
 
+def _put_by_mask(x: Array, dim: int, mask: Array, values: Array, accumulate: bool) -> Array:
+    """Return ``x`` with values written or added where a mask over the dims from ``dim`` on holds."""
+    end = dim + mask.ndim
+    if mask.shape != x.shape[dim:end]:
+        raise Unsupported("a mask of another shape, which torch refuses as well")
+    flat = x.reshape(*x.shape[:dim], mask.size, *x.shape[end:])
+    axis = values.ndim - (flat.ndim - dim)
+    if axis >= 0 and values.shape[axis] != 1:  # one value for each element that the mask picks
+        message = f"shape mismatch: value tensor of shape {list(values.shape)} does not fit what the mask picks"
+        require(mask.sum() == values.shape[axis], RuntimeError, message)
+        if not values.size or not mask.size:
+            return x
+        values = jnp.take(values, _rank_in_mask(mask), axis=axis, mode="clip")
+    written = put_at(flat, ..., jnp.broadcast_to(values, flat.shape), accumulate)
+    holds = mask.reshape(mask.size, *(1,) * (x.ndim - end))
+    return jnp.where(holds, written, flat).reshape(x.shape)
+
+
 def _index_put(op: Any, check: bool) -> None:
     @lowering(op)
     def lowered(self: Array, indices: list[Any], values: Array, accumulate: bool = False) -> Array:
-        if all(i is None for i in indices):
+        present = [(dim, i) for dim, i in enumerate(indices) if i is not None]
+        if not present:
             return put_at(self, ..., values, accumulate)
+        if len(present) == 1 and present[0][1].dtype == jnp.bool_ and present[0][1].ndim:
+            return _put_by_mask(self, *present[0], values, accumulate)
         return put_at(self, _positions(self, indices, check), values, accumulate)
 
 

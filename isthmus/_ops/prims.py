@@ -29,3 +29,9 @@ def convert_element_type(a: Array, dtype: Any) -> Array:
 def device_put(a: Array) -> Array:
     """Return the same elements; where they live is not a program's concern."""
     return a
+
+
+@lowering(prims.where.default)
+def where(pred: Array, a: Array, b: Array) -> Array:
+    """Return the elements of ``a`` where a condition holds, those of ``b`` elsewhere."""
+    return jnp.where(pred, a, b)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
+from unittest import mock
 
 import torch
+from torch.testing._internal import common_methods_invocations
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 from isthmus._dynamo import record
@@ -48,6 +50,12 @@ def compiled(op: OpInfo, backend: str) -> Function:
     return torch.compile(function, backend=backend, fullgraph=True)
 
 
+def _unseeded(function: Function, *args: Any, **kwargs: Any) -> Any:
+    """Call a function as it is: where torch's samples seed the generator, Dynamo would stop."""
+    return function(*args, **kwargs)
+
+
+@mock.patch.object(common_methods_invocations, "wrapper_set_seed", _unseeded)
 def run(op: OpInfo, call: Call, samples: Iterable[SampleInput], verdict: Verdict) -> None:
     """Run ``call`` on every sample, eager on the CPU and compiled on the device, and note where they differ."""
     for number, sample in enumerate(samples):
