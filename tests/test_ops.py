@@ -1,14 +1,47 @@
 """Every op case in every mode, against CPU torch."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 
 from tests.support import Case, check, load_cases, run
 
-MODES = ["eager"]
+# Where torch itself gives a compiler something else than its CPU kernels compute.
+GAPS = {
+    "_native_multi_head_attention.default(pads)": "torch's Meta kernel gives an empty tensor where the CPU gives None",
+    "lstm_cell.default(no bias)": "torch's Meta kernel asks for the device of a bias that is not there",
+    "index.Tensor(uint8 mask)": "torch's fake tensors take no uint8 mask",
+}
+ROUNDED = "torch takes the op apart before a backend sees it, and rounds bytes otherwise than its CPU kernel"
+GAPS |= dict.fromkeys(
+    (
+        "upsample_bilinear2d.default(uint8[2,3,9,11],[4,5],False)",
+        "upsample_bilinear2d.default(uint8[2,3,9,11],[13,20],False)",
+        "upsample_bilinear2d.default(channels last [4, 5])",
+        "upsample_bilinear2d.default(channels last [13, 20])",
+        "upsample_bicubic2d.default(uint8[2,3,9,11],[13,20],False)",
+    ),
+    ROUNDED,
+)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("case", load_cases(), ids=str)
+def cases() -> Iterator[Any]:
+    """Yield every case in every mode; compiled, one in eight is not slow."""
+    for place, case in enumerate(load_cases()):
+        yield pytest.param(case, "eager", id=f"{case}-eager")
+        # A wrong call is refused while it is traced, in words that Dynamo puts into its own.
+        if case.error is None:
+            marks = [] if place % 8 == 0 else [pytest.mark.slow]
+            reason = GAPS.get(str(case))
+            if reason is not None:
+                marks.append(pytest.mark.xfail(strict=True, reason=reason))
+            yield pytest.param(case, "compiled", id=f"{case}-compiled", marks=marks)
+
+
+@pytest.mark.parametrize(("case", "mode"), list(cases()))
 def test_agrees_with_torch(case: Case, mode: str) -> None:
     if case.error is not None:
         with pytest.raises(case.error, match=case.match):

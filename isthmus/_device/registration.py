@@ -33,6 +33,7 @@ def register() -> None:
         _state["library"] = library = torch.library.Library("_", "IMPL")
         library.fallback(_load_then_call, "PrivateUse1")
         private.hide_from_dynamo(_load_then_call)
+        private.hide_from_dynamo(_Guard.type_)
         _state["pass autocast"] = autocast.allow()
         objects.install()
         modules.install()

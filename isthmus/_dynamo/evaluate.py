@@ -214,6 +214,9 @@ def is_lowered(node: Node) -> bool:
 @functools.cache
 def is_composite(op: OpOverload) -> bool:
     """Return whether torch composes an op of others when it runs, which a graph still names whole."""
+    # What other libraries define may have a state, or look at values: a program would keep what it saw first.
+    if op.namespace not in ("aten", "prims"):
+        return False
     schema = schema_of(op)
     # Some functional forms merely allocate and call their out= form: that is the op itself.
     wraps_out = any(has_kernel(other, "CPU") for other in mutating_of(op))

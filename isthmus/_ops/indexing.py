@@ -88,7 +88,9 @@ def _put_by_mask(x: Array, dim: int, mask: Array, values: Array, accumulate: boo
     flat = x.reshape(*x.shape[:dim], mask.size, *x.shape[end:])
     axis = values.ndim - (flat.ndim - dim)
     if axis >= 0 and values.shape[axis] != 1:  # one value for each element that the mask picks
-        message = f"shape mismatch: value tensor of shape {list(values.shape)} does not fit what the mask picks"
+        message = (
+            f"shape mismatch: value tensor of shape {list(values.shape)} does not fit what the mask picks"
+        )
         require(mask.sum() == values.shape[axis], RuntimeError, message)
         if not values.size or not mask.size:
             return x

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from isthmus._graph.names import prims
-from isthmus._ops.common import cast
+from isthmus._ops.common import cast, promote
 from isthmus._ops.registry import lowering
 
 Array = Any
@@ -32,6 +32,7 @@ def device_put(a: Array) -> Array:
 
 
 @lowering(prims.where.default)
-def where(pred: Array, a: Array, b: Array) -> Array:
-    """Return the elements of ``a`` where a condition holds, those of ``b`` elsewhere."""
-    return jnp.where(pred, a, b)
+def where(pred: Array, a: Any, b: Any) -> Array:
+    """Return the elements of ``a`` where a condition holds, those of ``b`` elsewhere; one may be a number."""
+    _, dtype = promote(a, b)
+    return jnp.where(pred, cast(a, dtype), cast(b, dtype))

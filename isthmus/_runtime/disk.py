@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import pickle
+import platform
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -50,10 +52,20 @@ def save(compiled: Any, lowered: Any, donate: tuple[int, ...], options: Mapping[
         counters.count(f"not saved to disk: {type(error).__name__}")
 
 
+@functools.cache
+def _host() -> str:
+    """Return what programs for the CPU depend on: the instructions it has."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return f"{platform.machine()} {platform.processor()}"
+
+
 def _path(lowered: Any, donate: tuple[int, ...], options: Mapping[str, Any]) -> Path | None:
     if not config.cache:
         return None
     device = jax.local_devices()[0]
-    parts = (jax.__version__, device.platform, device.device_kind, device.client.platform_version, donate)
+    flags = os.environ.get("XLA_FLAGS", "")
+    parts = (jax.__version__, device.device_kind, device.client.platform_version, _host(), flags, donate)
     text = f"{parts} {sorted(options.items())} {lowered.as_text()}"
     return Path(config.cache) / hashlib.sha256(text.encode()).hexdigest()
