@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from isthmus._device.fallback import FallbackWarning
-from isthmus._dynamo import higher_order, record  # noqa: F401
+from isthmus._dynamo import blocks, higher_order, record  # noqa: F401
 from isthmus._dynamo.evaluate import NodeFailure, is_lowered
 from isthmus._dynamo.options import Options
 from isthmus._dynamo.program import Program
@@ -73,17 +73,15 @@ class Clusters:
         self.reasons[node.meta[_ID]] = reason
 
     def _build(self) -> Callable[[list[Any]], Any]:
-        if not self.reasons:
-            self.programs = [Program(self.module, self.options, self.name)]
-            return self.programs[0]
-        cut, self.programs = _cut(self.module, self._inside(), self.options, self.name)
-
-        def run(args: list[Any]) -> Any:
-            result = cut.forward(*args)
-            args.clear()
-            return result
-
-        return run
+        if self.reasons:
+            cut, self.programs = _cut(self.module, self._inside(), self.options, self.name)
+            return _calling(cut)
+        copies = blocks.segments(self.module) if self.options.blocks == "auto" else None
+        if copies is not None:
+            cut, self.programs = blocks.split(self.module, copies, self.options, self.name)
+            return _calling(cut)
+        self.programs = [Program(self.module, self.options, self.name)]
+        return self.programs[0]
 
     def _inside(self) -> set[int]:
         """Return the nodes that may be part of a program."""
@@ -120,7 +118,7 @@ def _cut(
         if node.op == "call_module":
             program = Program(getattr(fused, node.target), options, f"{name}, {node.target}")
             programs.append(program)
-            node.op, node.target = "call_function", _unboxed(program, str(node.target))
+            node.op, node.target = "call_function", blocks.caller(program, str(node.target))
     fused.graph.eliminate_dead_code()
     fused.recompile()
     return fused, programs
@@ -138,10 +136,12 @@ def _work(nodes: Any) -> int:
     return sum(node.target not in _FREE for node in nodes)
 
 
-def _unboxed(program: Program, name: str) -> Callable[..., Any]:
-    def call(*args: Any) -> Any:
-        result = program(list(args))
+def _calling(cut: GraphModule) -> Callable[[list[Any]], Any]:
+    """Return a graph of programs as a callable of torch's list of arguments."""
+
+    def run(args: list[Any]) -> Any:
+        result = cut.forward(*args)
+        args.clear()
         return result
 
-    call.__name__ = name
-    return call
+    return run

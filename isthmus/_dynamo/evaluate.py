@@ -279,7 +279,7 @@ def on_device(run: Evaluation, node: Node, *args: Any, **kwargs: Any) -> Any:
         return wrap_strided(store(value, spec, node.target), spec.size, spec.stride, spec.dtype)
 
     given = [tensor(value) for value in args]
-    named = {name: tensor(value) for name, value in kwargs.items()}
+    named = {name: "jax" if name == "device" else tensor(value) for name, value in kwargs.items()}
     with torch.no_grad():
         return to_arrays(node.target(*given, **named))  # type: ignore[operator]
 

@@ -38,8 +38,8 @@ class Options:
         False, (False, True), "Whether parameters are taken for constants and folded; for inference only."
     )
     blocks: str = _option(
-        "fuse",
-        ("fuse", "auto"),
+        "auto",
+        ("auto", "fuse"),
         "Whether identical blocks of a graph, such as the layers of a transformer, are compiled once and called "
         "many times, which compiles faster, or are fused into one program.",
     )

@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax import lax
 
 from isthmus._graph.names import aten
 from isthmus._ops.common import Number, accumulation_dtype, cast, divide
@@ -163,3 +164,34 @@ def _logspace(op: Any) -> None:
 for _overload in ("default", "Tensor_Tensor", "Tensor_Scalar", "Scalar_Tensor"):
     _linspace(getattr(aten.linspace, _overload))
     _logspace(getattr(aten.logspace, _overload))
+
+
+def _kaiser(window_length: int, periodic: bool = True, beta: float = 12.0, dtype: Any = None) -> Array:
+    """A Kaiser window; a periodic one is the front of one that is longer by one."""
+    result = _result_dtype(dtype)
+    if window_length < 2:
+        return jnp.ones((window_length,), result)
+    half = (window_length if periodic else window_length - 1) / 2
+    at = (jnp.arange(window_length, dtype=_wide(result)) - half) / half
+    inner = beta * jnp.sqrt(jnp.maximum(1 - at * at, 0))
+    # Scaled by exponentials: the plain functions of a large beta would overflow.
+    ratio = lax.bessel_i0e(inner) / lax.bessel_i0e(jnp.asarray(beta, inner.dtype))
+    return cast(ratio * jnp.exp(jnp.abs(inner) - abs(beta)), result)
+
+
+@lowering(aten.kaiser_window.default)
+def kaiser_window(window_length: int, dtype: Any = None) -> Array:
+    """A periodic Kaiser window with torch's shape."""
+    return _kaiser(window_length, dtype=dtype)
+
+
+@lowering(aten.kaiser_window.periodic)
+def kaiser_window_periodic(window_length: int, periodic: bool, dtype: Any = None) -> Array:
+    """A Kaiser window with torch's shape."""
+    return _kaiser(window_length, periodic, dtype=dtype)
+
+
+@lowering(aten.kaiser_window.beta)
+def kaiser_window_beta(window_length: int, periodic: bool, beta: float, dtype: Any = None) -> Array:
+    """A Kaiser window."""
+    return _kaiser(window_length, periodic, beta, dtype)
