@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 from isthmus._dynamo import decompositions
 from isthmus._dynamo.clusters import Clusters
 from isthmus._dynamo.options import Options, parse
-from isthmus._dynamo.private import keep_optimizer_steps_on_device
+from isthmus._dynamo.private import keep_optimizer_steps_on_device, parameter_places
 from isthmus._dynamo.random import key_random_nodes
 
 _numbers = itertools.count()
@@ -35,7 +35,7 @@ def isthmus(
     compiled = aot_autograd(
         fw_compiler=functools.partial(_compile, chosen, f"forward {number}"),
         bw_compiler=functools.partial(_compile, chosen, f"backward {number}"),
-        inference_compiler=functools.partial(_compile, chosen, f"inference {number}"),
+        inference_compiler=functools.partial(_infer, chosen, f"inference {number}"),
         partition_fn=_partition,
         decompositions=decompositions.table(),
         keep_inference_input_mutations=True,
@@ -65,13 +65,25 @@ def _save_what_is_overwritten(graph: Graph) -> None:
 
 
 def _compile(
-    options: Options, name: str, module: GraphModule, example_inputs: Sequence[Any]
+    options: Options,
+    name: str,
+    module: GraphModule,
+    example_inputs: Sequence[Any],
+    parameters: set[int] | None = None,
 ) -> Callable[..., Any]:
     """Return the callable torch runs in place of a functional graph."""
     key_random_nodes(module.graph)
     module.graph.eliminate_dead_code()
     module.recompile()
-    return _boxed(Clusters(module, options, name))
+    return _boxed(Clusters(module, options, name, parameters))
+
+
+def _infer(
+    options: Options, name: str, module: GraphModule, example_inputs: Sequence[Any]
+) -> Callable[..., Any]:
+    """Return the callable for a graph without gradients, whose parameters may be frozen."""
+    parameters = parameter_places() if options.freeze else set()
+    return _compile(options, name, module, example_inputs, parameters)
 
 
 def _boxed(clusters: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:

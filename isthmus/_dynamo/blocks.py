@@ -46,14 +46,14 @@ def segments(module: GraphModule) -> list[Segment] | None:
     start, period, copies = found
     ends = [0, *range(start, start + period * copies + 1, period), len(nodes)]
     pieces = [nodes[a:b] for a, b in itertools.pairwise(ends) if a < b]
-    cut = [_segment(piece) for piece in pieces]
-    most = Counter(segment.key for segment in cut).most_common(1)[0]
+    cut = [segment(piece) for piece in pieces]
+    most = Counter(each.key for each in cut).most_common(1)[0]
     return cut if most[1] >= COPIES and _flows(cut, most[0]) else None
 
 
 def _flows(cut: list[Segment], key: Any) -> bool:
     """Return whether the nodes of a block mostly compute on each other, and are not a list of like calls."""
-    block = next(segment for segment in cut if segment.key == key)
+    block = next(each for each in cut if each.key == key)
     inside = set(block.nodes)
     fed = sum(any(arg in inside for arg in node.all_input_nodes) for node in block.nodes)
     return 2 * fed >= len(block.nodes)
@@ -119,7 +119,7 @@ def _runs(text: Sequence[int], period: int) -> list[tuple[int, int]]:
     return runs
 
 
-def _segment(nodes: Sequence[Node]) -> Segment:
+def segment(nodes: Sequence[Node]) -> Segment:
     """Return a run of nodes with its inputs, numbered as they are met, and the key of its wiring."""
     inside = {node: place for place, node in enumerate(nodes)}
     inputs: dict[Node, int] = {}
@@ -150,15 +150,15 @@ def split(
     for node in module.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             values[node] = graph.node_copy(node, lambda n: values[n])
-    for segment in cut:
-        if segment.key not in made:
+    for each in cut:
+        if each.key not in made:
             title = f"{name}, part {len(made)}"
-            made[segment.key] = Program(_submodule(module, segment, results[segment.key]), options, title)
+            made[each.key] = Program(_submodule(module, each, results[each.key]), options, title)
         call = graph.call_function(
-            caller(made[segment.key], f"part_{len(values)}"), tuple(values[n] for n in segment.inputs)
+            caller(made[each.key], f"part_{len(values)}"), tuple(values[n] for n in each.inputs)
         )
-        for index, place in enumerate(results[segment.key]):
-            values[segment.nodes[place]] = graph.call_function(getitem, (call, index))
+        for index, place in enumerate(results[each.key]):
+            values[each.nodes[place]] = graph.call_function(getitem, (call, index))
     (output,) = [node for node in module.graph.nodes if node.op == "output"]
     graph.output(map_arg(output.args[0], lambda n: values[n]))
     return GraphModule(module, graph), list(made.values())
@@ -172,12 +172,12 @@ def getitem(results: Sequence[Any], index: int) -> Any:
 def _results(module: GraphModule, cut: list[Segment]) -> dict[Any, list[int]]:
     """Return, for each key, the places of the nodes that some copy's surroundings ask for."""
     found: dict[Any, set[int]] = defaultdict(set)
-    for segment in cut:
-        inside = set(segment.nodes)
-        for place, node in enumerate(segment.nodes):
+    for each in cut:
+        inside = set(each.nodes)
+        for place, node in enumerate(each.nodes):
             if any(user not in inside for user in node.users):
-                found[segment.key].add(place)
-    return {segment.key: sorted(found[segment.key]) for segment in cut}
+                found[each.key].add(place)
+    return {each.key: sorted(found[each.key]) for each in cut}
 
 
 def _submodule(module: GraphModule, segment: Segment, places: list[int]) -> GraphModule:
@@ -198,5 +198,5 @@ def caller(program: Program, name: str) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         return program(list(args))
 
-    call.__name__ = name
+    call.__name__, call.program = name, program  # type: ignore[attr-defined]
     return call

@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from isthmus._device.fallback import FallbackWarning
-from isthmus._dynamo import blocks, higher_order, record  # noqa: F401
+from isthmus._dynamo import blocks, freeze, higher_order, record  # noqa: F401
 from isthmus._dynamo.evaluate import NodeFailure, is_lowered
 from isthmus._dynamo.options import Options
 from isthmus._dynamo.program import Program
@@ -31,8 +31,11 @@ _FREE = {*VIEWS, operator.getitem, _aten.as_strided.default}
 class Clusters:
     """A functional graph as a callable of torch's list of arguments: one program, or several with nodes between."""
 
-    def __init__(self, module: GraphModule, options: Options, name: str) -> None:
+    def __init__(
+        self, module: GraphModule, options: Options, name: str, parameters: set[int] | None = None
+    ) -> None:
         self.module, self.options, self.name = module, options, name
+        self.parameters = parameters or set()
         for number, node in enumerate(module.graph.nodes):
             node.meta[_ID] = number
         self.reasons: dict[int, str] = {}
@@ -76,6 +79,10 @@ class Clusters:
         if self.reasons:
             cut, self.programs = _cut(self.module, self._inside(), self.options, self.name)
             return _calling(cut)
+        constant = freeze.frozen(self.module, self.parameters, self.options, self.name)
+        if constant is not None:
+            run, self.programs = constant
+            return run
         copies = blocks.segments(self.module) if self.options.blocks == "auto" else None
         if copies is not None:
             cut, self.programs = blocks.split(self.module, copies, self.options, self.name)
@@ -144,4 +151,5 @@ def _calling(cut: GraphModule) -> Callable[[list[Any]], Any]:
         args.clear()
         return result
 
+    run.cut = cut  # type: ignore[attr-defined]
     return run

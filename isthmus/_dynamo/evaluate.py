@@ -25,6 +25,7 @@ from isthmus._dynamo import layout
 from isthmus._dynamo.random import Draw, Keyed, key_of
 from isthmus._graph.schema import Argument, mutating_of, schema_of
 from isthmus._ops import families  # noqa: F401  # importing it files every lowering
+from isthmus._ops.checks import require
 from isthmus._ops.common import Number
 from isthmus._ops.registry import lowering_of
 from isthmus._ops.views import VIEWS
@@ -297,7 +298,37 @@ def _empty(
     return jnp.zeros(tuple(size), to_jax_dtype(dtype or torch.get_default_dtype()))
 
 
+def _check_errors(run: Evaluation, node: Node, info: Array, api_name: str, *, is_matrix: bool) -> None:
+    """Raise if LAPACK's word on any matrix is not success."""
+    reason = "the input matrix is singular, not positive-definite, or the algorithm failed to converge"
+    require(info == 0, torch.linalg.LinAlgError, f"{api_name}: {reason}.")  # type: ignore[attr-defined]
+
+
+def _assert_async(
+    run: Evaluation, node: Node, value: Array, message: str = "Expected Tensor to be true"
+) -> None:
+    """Raise if a value turns out to be false."""
+    require(value != 0, RuntimeError, message)
+
+
+def _assert_scalar(run: Evaluation, node: Node, value: Any, message: str) -> None:
+    """Raise if a condition on sizes, which are known, is false."""
+    if not value:
+        raise RuntimeError(message)
+
+
+def _nothing(run: Evaluation, node: Node, *args: Any, **kwargs: Any) -> None:
+    """Do nothing: what torch asserted of sizes and layouts while it traced holds for this graph."""
+
+
 OWN: dict[Any, Callable[..., Any]] = {
+    _aten._assert_async.default: _assert_async,
+    _aten._assert_async.msg: _assert_async,
+    _aten._assert_scalar.default: _assert_scalar,
+    _aten._assert_tensor_metadata.default: _nothing,
+    _aten._linalg_check_errors.default: _check_errors,
+    _aten.sym_constrain_range.default: _nothing,
+    _aten.sym_constrain_range_for_size.default: _nothing,
     _aten.as_strided.default: _as_strided,
     _aten.as_strided_scatter.default: _as_strided_scatter,
     _aten.copy_.default: _copy,

@@ -14,7 +14,7 @@ from jax import lax
 from torch.fx import Node
 
 from isthmus._dynamo import flex_attention, subgraphs
-from isthmus._dynamo.evaluate import HIGHER_ORDER, Evaluation
+from isthmus._dynamo.evaluate import HIGHER_ORDER, OWN, Evaluation
 from isthmus._dynamo.subgraphs import Body, strong
 from isthmus.errors import Unsupported
 
@@ -129,6 +129,14 @@ def invoke_subgraph(evaluation: Evaluation, node: Node, args: list[Any]) -> Any:
     return subgraphs.run(evaluation, graph, operands)
 
 
+def _with_effects(run: Evaluation, node: Node, args: list[Any]) -> Any:
+    """Run an op torch keeps in its place by a token, which a program has no use for: its conditions are results."""
+    token, op, *rest = args
+    if op not in OWN:
+        raise Unsupported(f"the effect of {op}")
+    return token, OWN[op](run, node, *rest, **run.look_up(node.kwargs))
+
+
 HIGHER_ORDER.update(
     {
         _ops.cond: cond,
@@ -139,5 +147,6 @@ HIGHER_ORDER.update(
         _ops.invoke_subgraph: invoke_subgraph,
         _ops.flex_attention: flex_attention.forward,
         _ops.flex_attention_backward: flex_attention.backward,
+        _ops.with_effects: _with_effects,
     }
 )

@@ -53,6 +53,8 @@ class Symbols:
         self.values: dict[Any, int] = {}
         for node, argument in zip(placeholders, arguments, strict=True):
             value = node.meta.get("val")
+            if argument is None:
+                continue  # a token, which orders effects and has no value
             if isinstance(value, torch.Tensor):
                 pairs = [*zip(value.shape, argument.shape, strict=True)]
                 pairs += [*zip(value.stride(), argument.stride(), strict=True)]

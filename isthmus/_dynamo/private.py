@@ -49,3 +49,12 @@ def graph_breaks() -> Iterator[list[GraphBreak]]:
         file = metrics.fail_user_frame_filename or metrics.co_filename or ""
         line = metrics.fail_user_frame_lineno or metrics.co_firstlineno or 0
         found.append(([(file, line)], metrics.fail_reason, metrics.co_name))
+
+
+def parameter_places() -> set[int]:
+    """Return which arguments of the graph being compiled are parameters and buffers."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    metadata = None if context is None else context.fw_metadata
+    return set() if metadata is None else set(metadata.static_input_indices)

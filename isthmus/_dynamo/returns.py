@@ -80,7 +80,7 @@ class Returns:
         if node in self.places:
             at = self.places[node]
             return lambda args, fresh: args[at]
-        if not isinstance(node.meta.get("val"), Tensor):
+        if value is None or not isinstance(node.meta.get("val"), Tensor):
             # A size, a number: known since the arguments are.
             return lambda args, fresh: value
         root = root_of(node)
