@@ -1,4 +1,4 @@
-"""What ``import torch`` runs: it adds the device "jax", unless that would cost this torch another one.
+"""What torch finds by entry points: ``import torch`` adds the device "jax", unless that would cost it another one.
 
 A device from outside takes torch's one place for an accelerator. From then on autograd asks it for the streams
 of every device, and ``backward()`` of a CUDA tensor dies in an internal assert (torch 2.11). So where torch
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import torch
 
@@ -32,3 +33,18 @@ def run() -> None:
     """Register the device if nothing is lost by it."""
     if rival() is None or os.environ.get("ISTHMUS_AUTOLOAD") == "1":
         import isthmus  # noqa: F401
+
+
+asked_for = True
+"""Whether whoever imports ``isthmus`` wants the device; the backend for tensors of other devices does not."""
+
+
+def backend(module: Any, example_inputs: Any, **options: Any) -> Any:
+    """Compile a graph, without adding the device where that would cost torch its own."""
+    global asked_for
+    asked_for = rival() is None
+    try:
+        from isthmus._dynamo.backend import isthmus
+    finally:
+        asked_for = True
+    return isthmus(module, example_inputs, **options)

@@ -7,14 +7,16 @@ from typing import Any
 # First of all: it autoloads isthmus._device.registration, which must not be half-imported by then.
 import torch  # noqa: F401
 
+import _isthmus_autoload
 from isthmus import config, errors
 from isthmus._device.registration import register
 from isthmus.explain import explain
 
 __version__ = "0.1.0.dev0"
-__all__ = ["config", "errors", "explain", "lowering", "metrics"]
+__all__ = ["config", "errors", "explain", "lowering", "metrics", "register"]
 
-register()
+if _isthmus_autoload.asked_for:
+    register()
 
 
 def __getattr__(name: str) -> Any:

@@ -61,6 +61,11 @@ def from_environment() -> Settings:
     return Settings(**given)
 
 
+def xla_flags() -> str:
+    """Return the flags the environment gives XLA: programs compiled with others are other programs."""
+    return os.environ.get("XLA_FLAGS", "")
+
+
 def _check(name: str, value: Any) -> None:
     known = {f.name: f for f in fields(Settings)}
     if name not in known:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -131,17 +131,17 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "graph cut, alone": cut_alone,
 }
 
-GAPS = {
-    "result unused": "AOTAutograd drops a draw nobody reads, eager makes it",
-    "graph cut, alone": "a random op run outside the programs draws again, after the call's own draw",
-}
+GAPS = {"result unused": "AOTAutograd drops a draw nobody reads, eager makes it"}
 
 
-def table(gaps: dict[str, str]) -> list[Any]:
-    return [
-        pytest.param(name, marks=[pytest.mark.xfail(strict=True, reason=gaps[name])] if name in gaps else [])
-        for name in FUNCTIONS
-    ]
+def rows(names: Iterable[str], *devices: str, quick: int = 4) -> Iterator[Any]:
+    """Yield each name on each device; one in ``quick``, not the same on each device, is not slow."""
+    for place, name in enumerate(names):
+        for turn, device in enumerate(devices):
+            marks = [] if (place + turn) % quick == 0 else [pytest.mark.slow]
+            if name in GAPS:
+                marks.append(pytest.mark.xfail(strict=True, reason=GAPS[name]))
+            yield pytest.param(name, device, marks=marks)
 
 
 def sequence(function: Callable[[Tensor], Any], device: str, seed: int, calls: int = 3) -> list[Tensor]:
@@ -161,17 +161,19 @@ def equal(got: list[Tensor], want: list[Tensor]) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore::isthmus._device.fallback.FallbackWarning")
-@pytest.mark.parametrize("name", table(GAPS))
-def test_the_numbers_are_eagers(name: str) -> None:
+@pytest.mark.parametrize(("name", "device"), rows(FUNCTIONS, "jax", quick=7))
+def test_the_numbers_are_eagers(name: str, device: str) -> None:
     function = compiled(FUNCTIONS[name])
     for seed in (5, 6, 5):
-        got, want = sequence(function, "jax", seed), sequence(FUNCTIONS[name], "jax", seed)
+        got, want = sequence(function, device, seed), sequence(FUNCTIONS[name], device, seed)
         assert equal(got, want), [*zip(got, want, strict=True)]
 
 
+VARYING = ["dropout", "randn_like", "uniform_", "multinomial", "randint", "graph cut"]
+
+
 @pytest.mark.filterwarnings("ignore::isthmus._device.fallback.FallbackWarning")
-@pytest.mark.parametrize("device", ["jax", "cpu"])
-@pytest.mark.parametrize("name", ["dropout", "randn_like", "uniform_", "multinomial", "randint", "graph cut"])
+@pytest.mark.parametrize(("name", "device"), rows(VARYING, "jax", "cpu"))
 def test_numbers_vary_and_follow_the_seed(name: str, device: str) -> None:
     function = compiled(FUNCTIONS[name])
     first = sequence(function, device, 5, calls=1)
@@ -192,8 +194,7 @@ MOMENTS: dict[str, tuple[Callable[[Tensor], Tensor], float, float]] = {
 }
 
 
-@pytest.mark.parametrize("device", ["jax", "cpu"])
-@pytest.mark.parametrize("name", MOMENTS)
+@pytest.mark.parametrize(("name", "device"), rows(MOMENTS, "jax", "cpu"))
 def test_distribution(name: str, device: str) -> None:
     function, mean, variance = MOMENTS[name]
     torch.manual_seed(0)
@@ -295,24 +296,9 @@ LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
     "checkpoint, graph cut around": checked(cut_around),
 }
 
-BACKWARD_GAPS: dict[tuple[str, str], str] = {}
-
 
 @pytest.mark.filterwarnings("ignore::isthmus._device.fallback.FallbackWarning")
-@pytest.mark.parametrize(
-    ("name", "device"),
-    [
-        pytest.param(
-            name,
-            device,
-            marks=[pytest.mark.xfail(strict=True, reason=BACKWARD_GAPS[name, device])]
-            if (name, device) in BACKWARD_GAPS
-            else [],
-        )
-        for name in LINEAR
-        for device in ("jax", "cpu")
-    ],
-)
+@pytest.mark.parametrize(("name", "device"), rows(LINEAR, "jax", "cpu"))
 def test_backward_sees_what_forward_drew(name: str, device: str) -> None:
     function = compiled(LINEAR[name])
     seen = []

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
 from torch.testing._internal.common_optimizers import optim_db
+from torch.testing._internal.opinfo.core import OpInfo
 
-from tests import test_modules, test_opinfo, test_optimizers
-from tests.conformance import verdict
+from tests import test_modules, test_opinfo, test_opinfo_compiled, test_optimizers
+from tests.conformance import compiled, table, verdict
 from tests.conformance.trial import Trial
 from tests.conformance.values import Mismatch, compare_forms, compare_values, copied, to_jax
-from tests.conformance.verdict import Entry, Verdict, chosen, judge
+from tests.conformance.verdict import Entry, Uncompilable, Verdict, chosen, judge
 
 ENTRY = Entry("op_db", "no such op", "forward", "float32")
 
@@ -95,6 +98,57 @@ def test_a_fall_to_the_cpu_fails_unless_expected(monkeypatch: pytest.MonkeyPatch
         judge(found, lambda *row: None)
 
 
+def test_a_node_outside_the_programs_fails_unless_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Verdict(ENTRY, samples=1, outside={"aten.some_op.default"})
+    kept: list[tuple[str, object]] = []
+    with pytest.raises(pytest.fail.Exception, match=r"outside the compiled programs: aten\.some_op"):
+        judge(found, lambda *row: kept.append(row))
+    assert kept[0][1]["outside"] == ["aten.some_op.default"]
+    row = {"suite": "op_db", "names": [ENTRY.name], "reason": "a test"}
+    monkeypatch.setattr(verdict.expectations, "outside", [row])
+    judge(found, lambda *row: None)
+    with pytest.raises(pytest.fail.Exception, match="nothing outside the compiled programs now"):
+        judge(Verdict(ENTRY, samples=1), lambda *row: None)
+
+
+def test_what_torch_cannot_compile_is_counted_apart() -> None:
+    found = Verdict(ENTRY)
+    with found.sample(0):
+        raise Uncompilable("data-dependent")
+    assert (found.status, found.samples) == ("torch", 0)
+    kept: list[dict[str, object]] = []
+    with pytest.raises(pytest.skip.Exception, match="torch cannot compile it"):
+        judge(found, lambda name, row: kept.append(row))
+    kept.append({**kept[0], "status": "pass", "samples": 1, "outside": ["aten.some_op.default"]})
+    (line,) = table.summary(kept)
+    wanted = {"entries": 2, "pass": 1, "torch": 1, "outside": 1, "percent": 100.0}
+    assert {name: line[name] for name in wanted} == wanted
+    with found.sample(1):
+        raise ValueError("ours")
+    assert (found.status, found.samples) == ("raises", 1)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "status"), [(False, False, "pass"), (True, False, "raises"), (True, True, "torch")]
+)
+def test_only_what_torchs_backend_refuses_too_is_torchs(
+    monkeypatch: pytest.MonkeyPatch, ours: bool, theirs: bool, status: str
+) -> None:
+    (op,) = [op for op in op_db if test_opinfo.name_of(op) == "sin"]
+    refusing = {"isthmus": ours, "aot_eager": theirs}
+
+    def compiled_by(op: OpInfo, backend: str) -> Callable[..., object]:
+        def refuse(*args: object) -> object:
+            raise RuntimeError("no")
+
+        return refuse if refusing[backend] else op.get_op()
+
+    monkeypatch.setattr(compiled, "compiled", compiled_by)
+    found = Verdict(ENTRY)
+    compiled.run(op, compiled.forward, test_opinfo_compiled.samples(op, "compiled", torch.float32)[:1], found)
+    assert found.status == status
+
+
 def test_nothing_compared_is_no_pass() -> None:
     with pytest.raises(pytest.skip.Exception, match="nothing was compared"):
         judge(Verdict(ENTRY), lambda *row: None)
@@ -112,8 +166,8 @@ def test_expectations_speak_of_entries_and_give_reasons() -> None:
         "module_db": {info.name for info in module_db},
         "optim_db": {info.name for info in optim_db},
     }
-    kinds = {*test_opinfo.CALLS, *test_modules.KINDS, *test_optimizers.FLAGS}
-    for row in verdict.expectations.gaps + verdict.expectations.cpu:
+    kinds = {*test_opinfo.CALLS, *test_opinfo_compiled.CALLS, *test_modules.KINDS, *test_optimizers.FLAGS}
+    for row in verdict.expectations.rows:
         assert set(row["names"]) <= names[row["suite"]], row
         assert set(row.get("kinds", [])) <= kinds, row
         assert len(row["reason"]) > 10, row

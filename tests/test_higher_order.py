@@ -28,6 +28,11 @@ def fresh_dynamo() -> Iterator[None]:
         yield
 
 
+def slow(value: Any) -> Any:
+    """Return a parameter whose rows are slow tests."""
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 def compiled(function: Callable[..., Any], **how: Any) -> Callable[..., Any]:
     """Compile a function whose every node must be inside a program, unless a test says otherwise."""
     options = {"fallback": how.pop("fallback", "error")}
@@ -88,12 +93,13 @@ def choose(x: Tensor) -> Any:
     return torch.cond(x.sum() > 0, lambda x: (x.sin(), x + 1), lambda x: (x.cos(), x * 2), (x,))
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("sign", [slow(1), -1])
+@pytest.mark.parametrize("grad", [slow(False), True])
 def test_cond(sign: int, grad: bool) -> None:
     agree(choose, (sign * tensor(3, 4).abs()).requires_grad_(grad))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sign", [1, -1])
 def test_cond_with_captured_weights(sign: int) -> None:
     weight = tensor(4, 4, grad=True)
@@ -104,6 +110,7 @@ def test_cond_with_captured_weights(sign: int) -> None:
     agree(function, (sign * tensor(3, 4).abs()).requires_grad_(), weight)
 
 
+@pytest.mark.slow
 def test_cond_inside_cond() -> None:
     def inner(x: Tensor) -> Tensor:
         return torch.cond(x.max() > 2, lambda x: x * 2, lambda x: x - 1, (x,))
@@ -116,6 +123,7 @@ def test_cond_inside_cond() -> None:
         agree(function, x, call=call)
 
 
+@pytest.mark.slow
 def test_cond_on_sizes_is_decided_while_tracing() -> None:
     def function(x: Tensor) -> Tensor:
         return torch.cond(x.shape[0] > 3, lambda x: x.sin(), lambda x: x.cos(), (x,))
@@ -125,6 +133,7 @@ def test_cond_on_sizes_is_decided_while_tracing() -> None:
         agree(function, tensor(rows, 4), call=compiled(function, dynamic=True))
 
 
+@pytest.mark.slow
 def test_cond_keeps_integer_and_half_dtypes() -> None:
     def function(x: Tensor, y: Tensor) -> Any:
         return torch.cond(x.sum() > 0, lambda x, y: (x + 1, y * 2), lambda x, y: (x - 1, y / 3), (x, y))
@@ -142,6 +151,7 @@ def test_while_loop() -> None:
         agree(function, x, call=call)
 
 
+@pytest.mark.slow
 def test_while_loop_that_counts_with_a_python_number() -> None:
     def function(x: Tensor, w: Tensor) -> Tensor:
         return while_loop(lambda i, x: i < 5, lambda i, x: (i + 1, (x @ w).sin()), (0, x))[1]
@@ -149,6 +159,7 @@ def test_while_loop_that_counts_with_a_python_number() -> None:
     agree(function, tensor(3, 4), tensor(4, 4))
 
 
+@pytest.mark.slow
 def test_while_loop_whose_number_is_read_stays_outside() -> None:
     def function(x: Tensor) -> Any:
         count, x = while_loop(lambda i, x: x.sum() < 50, lambda i, x: (i + 1, x * 2), (0, x))
@@ -168,8 +179,8 @@ def _left_outside(function: Callable[..., Any], reason: str) -> Callable[..., An
     return run
 
 
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("grad", [slow(False), True])
+@pytest.mark.parametrize("reverse", [slow(False), True])
 def test_scan(grad: bool, reverse: bool) -> None:
     def function(x: Tensor, w: Tensor) -> Any:
         start = torch.zeros(4, device=x.device)
@@ -178,6 +189,7 @@ def test_scan(grad: bool, reverse: bool) -> None:
     agree(function, tensor(5, 4, grad=grad), tensor(4, 4, grad=grad))
 
 
+@pytest.mark.slow
 def test_scan_along_another_dim_with_several_carries() -> None:
     def step(carry: Any, x: Any) -> Any:
         count, total = carry
@@ -190,6 +202,7 @@ def test_scan_along_another_dim_with_several_carries() -> None:
     agree(function, tensor(3, 4))
 
 
+@pytest.mark.slow
 def test_scan_whose_body_makes_copies_of_views() -> None:
     def step(carry: Tensor, x: Tensor) -> Any:
         return carry + x[1:].log_softmax(-1).t().reshape(2, 4), x[0].expand(3, 4).narrow(
@@ -199,7 +212,7 @@ def test_scan_whose_body_makes_copies_of_views() -> None:
     agree(lambda x: scan(step, x[0, 1:] * 0, x), tensor(5, 3, 4, grad=True))
 
 
-@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("grad", [slow(False), True])
 def test_map(grad: bool) -> None:
     def function(x: Tensor, w: Tensor) -> Tensor:
         return torch_map(lambda x, w: (x.sin() @ w).relu(), x, w)
@@ -207,6 +220,7 @@ def test_map(grad: bool) -> None:
     agree(function, tensor(5, 4, grad=grad), tensor(4, 4, grad=grad))
 
 
+@pytest.mark.slow
 def test_dynamic_sizes_inside_bodies() -> None:
     def function(x: Tensor) -> Any:
         carry, rows = scan(lambda c, x: (c + x, x.view(-1, 2) * x.shape[0]), x[0] * 0, x)
@@ -217,6 +231,7 @@ def test_dynamic_sizes_inside_bodies() -> None:
         agree(function, tensor(*shape), call=call)
 
 
+@pytest.mark.slow
 def test_associative_scan_is_inlined_by_torch() -> None:
     def function(x: Tensor) -> Tensor:
         return associative_scan(lambda a, b: a * b + 1, x, 0, combine_mode="generic")
@@ -252,7 +267,7 @@ def attention(x: Tensor) -> Tensor:
     return torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
 
 
-@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("grad", [False, slow(True)])
 def test_attention_inside_bodies(grad: bool) -> None:
     def function(x: Tensor) -> Any:
         chosen = torch.cond(x.sum() > 0, attention, lambda x: x * 1, (x,))
@@ -261,6 +276,7 @@ def test_attention_inside_bodies(grad: bool) -> None:
     agree(function, tensor(1, 2, 5, 4).abs().requires_grad_(grad))
 
 
+@pytest.mark.slow
 def test_strides_of_an_argument_of_a_body_stay_outside() -> None:
     def function(x: Tensor) -> Tensor:
         return torch.cond(
@@ -286,6 +302,7 @@ def test_an_index_out_of_range_is_told_by_the_branch_that_ran() -> None:
         call(on_device(x), on_device(bad))
 
 
+@pytest.mark.slow
 def test_an_index_out_of_range_is_told_by_a_loop() -> None:
     def looped(x: Tensor, i: Tensor) -> Any:
         start = torch.tensor(0, device=x.device)
@@ -308,6 +325,7 @@ def test_an_index_out_of_range_is_told_by_a_loop() -> None:
             compiled(function)(on_device(tensor(4)), on_device(rows + 1))
 
 
+@pytest.mark.slow
 def test_an_index_that_decides_whether_a_loop_goes_on_stays_outside() -> None:
     def function(x: Tensor, i: Tensor) -> Any:
         return while_loop(lambda i, x: x[i].sum() < 3, lambda i, x: (i + 1, x + 0), (i, x))
@@ -319,7 +337,7 @@ def test_an_index_that_decides_whether_a_loop_goes_on_stays_outside() -> None:
 # Random numbers.
 
 
-@pytest.mark.parametrize("kind", ["cond", "while", "scan", "map", "region"])
+@pytest.mark.parametrize("kind", [slow("cond"), slow("while"), slow("scan"), "map", "region"])
 def test_random_ops_inside_a_body_stay_outside(kind: str) -> None:
     def draw(x: Tensor) -> Tensor:
         return torch.nn.functional.dropout(x, 0.5)
@@ -359,7 +377,7 @@ def test_checkpoint_draws_the_same_mask_again() -> None:
 # What torch inlines, nests or leaves to others.
 
 
-@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("grad", [slow(False), True])
 def test_nested_compile_region(grad: bool) -> None:
     @torch.compiler.nested_compile_region
     def region(x: Tensor, w: Tensor) -> Tensor:
@@ -418,7 +436,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("name", [slow(name) if at % 2 else name for at, name in enumerate(TRANSFORMS)])
 def test_transforms(name: str) -> None:
     agree(TRANSFORMS[name], tensor(3, 4), tensor(4, 4))
 
@@ -534,8 +552,8 @@ def blocks(mask_mod: Callable[..., Tensor], device: Any, batch: int | None = Non
     return create_block_mask(mask_mod, batch, heads, 16, 24, device=device, BLOCK_SIZE=8)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("scale", [None, 0.25])
+@pytest.mark.parametrize("dtype", [torch.float32, slow(torch.float64)], ids=str)
+@pytest.mark.parametrize("scale", [slow(None), 0.25])
 def test_flex_attention(dtype: torch.dtype, scale: float | None) -> None:
     agree(
         lambda q, k, v: flex_attention(q, k, v, scale=scale),
@@ -544,6 +562,7 @@ def test_flex_attention(dtype: torch.dtype, scale: float | None) -> None:
     )
 
 
+@pytest.mark.slow
 def test_flex_attention_without_gradients() -> None:
     agree(flex_attention, *[x.detach() for x in inputs()], reference=lambda q, k, v: attend(q, k, v)[0])
 
@@ -577,7 +596,7 @@ def _with_gradients(function: Callable[..., Tensor], args: Any) -> list[Tensor]:
     return [out.detach(), *(x.grad for x in given)]
 
 
-@pytest.mark.parametrize("mask_mod", [causal, later])
+@pytest.mark.parametrize("mask_mod", [slow(causal), later])
 def test_flex_attention_with_a_block_mask(mask_mod: Callable[..., Tensor]) -> None:
     batch = 2 if mask_mod is later else None
 
@@ -589,6 +608,7 @@ def test_flex_attention_with_a_block_mask(mask_mod: Callable[..., Tensor]) -> No
     agree(function, *inputs(2), reference=lambda q, k, v: attend(q, k, v, mask_mod=mask_mod))
 
 
+@pytest.mark.slow
 def test_flex_attention_with_a_mask_made_outside() -> None:
     mask = blocks(causal, "jax")
     agree(
@@ -619,7 +639,7 @@ def relative(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, *captured: T
     return torch.tanh(s) * factor + table[q - k + 30] * slopes[h] + table[k] + table.sum()
 
 
-@pytest.mark.parametrize("score_mod", [slope, relative])
+@pytest.mark.parametrize("score_mod", [slope, slow(relative)])
 def test_flex_attention_with_captured_tensors(score_mod: Callable[..., Tensor]) -> None:
     captured = [tensor(4, grad=True), tensor(64, grad=True), torch.tensor(1.3, requires_grad=True)]
 
@@ -633,6 +653,7 @@ def test_flex_attention_with_captured_tensors(score_mod: Callable[..., Tensor]) 
     agree(function, *inputs(2), *captured, reference=reference)
 
 
+@pytest.mark.slow
 def test_flex_attention_with_documents() -> None:
     documents = torch.tensor([0] * 5 + [1] * 11 + [2] * 8)
 
@@ -646,6 +667,7 @@ def test_flex_attention_with_documents() -> None:
     agree(function, *inputs(), documents, reference=reference)
 
 
+@pytest.mark.slow
 def test_flex_attention_with_blocks_and_no_function() -> None:
     """Which blocks are listed decides, as in torch's compiled kernels."""
 
@@ -661,6 +683,7 @@ def test_flex_attention_with_blocks_and_no_function() -> None:
     agree(function, *inputs(), reference=lambda q, k, v: attend(q, k, v, mask_mod=listed)[0])
 
 
+@pytest.mark.slow
 def test_flex_attention_with_keys_of_one_batch() -> None:
     agree(
         lambda q, k, v: flex_attention(q, k, v, block_mask=blocks(later, q.device, 2)),
@@ -669,6 +692,7 @@ def test_flex_attention_with_keys_of_one_batch() -> None:
     )
 
 
+@pytest.mark.slow
 def test_flex_attention_tells_of_a_bad_index() -> None:
     def function(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
         return flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + table[i])
@@ -677,6 +701,7 @@ def test_flex_attention_tells_of_a_bad_index() -> None:
         compiled(function)(*[on_device(x.detach()) for x in inputs()], torch.zeros(15, device="jax"))
 
 
+@pytest.mark.slow
 def test_flex_attention_for_sizes_that_vary() -> None:
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + i - j)
@@ -690,6 +715,7 @@ def test_flex_attention_for_sizes_that_vary() -> None:
         agree(function, *[tensor(*s, grad=True) for s in shapes], reference=reference, call=call)
 
 
+@pytest.mark.slow
 def test_flex_attention_under_autocast() -> None:
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with torch.autocast(device_type=q.device.type, dtype=torch.bfloat16):

@@ -14,7 +14,7 @@ from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 from tests.conformance import compiled
 from tests.conformance.verdict import Entry, Verdict, chosen, judge
-from tests.test_opinfo import SPARSE, name_of
+from tests.test_opinfo import DTYPES, SPARSE, name_of
 
 CALLS: dict[str, compiled.Call] = {"compiled": compiled.forward, "compiled gradient": compiled.gradient}
 # Compiling costs more than the values of one more sample are worth: as many, spread over those torch has.
@@ -26,10 +26,10 @@ SPARSITY = 18
 def plans(op: OpInfo) -> Iterator[tuple[str, torch.dtype]]:
     """Yield what is to be compiled of an entry, and in which dtype: float32 unless the op has none."""
     supported = op.supported_dtypes("cpu")
-    if op.name in SPARSE or not supported:
+    found = [d for d in (torch.float32, torch.int64, *DTYPES) if d in supported]
+    if op.name in SPARSE or not found:
         return
-    first = (d for d in (torch.float32, torch.int64, *supported) if d in supported)
-    yield "compiled", next(first)
+    yield "compiled", found[0]
     if op.supports_autograd and torch.float32 in op.supported_backward_dtypes("cpu"):
         yield "compiled gradient", torch.float32
 

@@ -298,6 +298,15 @@ def _empty(
     return jnp.zeros(tuple(size), to_jax_dtype(dtype or torch.get_default_dtype()))
 
 
+def _repeat_interleave(run: Evaluation, node: Node, repeats: Array, output_size: int | None = None) -> Array:
+    """Return every index as often as a tensor says, where the program knows how many that makes."""
+    if output_size is None:
+        raise Unsupported("how often indices are repeated depends on values")
+    require(repeats >= 0, RuntimeError, "repeats can not be negative")
+    require(repeats.sum() == output_size, RuntimeError, "allocated size does not match required size")
+    return jnp.repeat(jnp.arange(repeats.size, dtype=repeats.dtype), repeats, total_repeat_length=output_size)
+
+
 def _check_errors(run: Evaluation, node: Node, info: Array, api_name: str, *, is_matrix: bool) -> None:
     """Raise if LAPACK's word on any matrix is not success."""
     reason = "the input matrix is singular, not positive-definite, or the algorithm failed to converge"
@@ -336,6 +345,7 @@ OWN: dict[Any, Callable[..., Any]] = {
     _aten.empty.memory_format: _empty,
     _aten.empty_permuted.default: _empty,
     _aten.empty_strided.default: _empty,
+    _aten.repeat_interleave.Tensor: _repeat_interleave,
     _aten.sym_size.int: lambda run, node, x, dim: x.shape[dim],
     _aten.sym_numel.default: lambda run, node, x: x.size,
     _aten._native_batch_norm_legit_functional.default: _batch_norm,

@@ -65,7 +65,7 @@ def _path(lowered: Any, donate: tuple[int, ...], options: Mapping[str, Any]) -> 
     if not config.cache:
         return None
     device = jax.local_devices()[0]
-    flags = os.environ.get("XLA_FLAGS", "")
-    parts = (jax.__version__, device.device_kind, device.client.platform_version, _host(), flags, donate)
+    version = (jax.__version__, device.device_kind, device.client.platform_version)
+    parts = (version, _host(), config.xla_flags(), donate)
     text = f"{parts} {sorted(options.items())} {lowered.as_text()}"
     return Path(config.cache) / hashlib.sha256(text.encode()).hexdigest()

@@ -86,11 +86,15 @@ def _trial(op: OpInfo, call: Call, sample: SampleInput) -> Trial:
 
 
 def _eager(op: OpInfo, call: Call, sample: SampleInput) -> list[Any]:
+    """Return what eager torch gives; NotImplementedError says that a sample is none."""
     try:
-        return call(op, op.get_op(), sample)
+        found = call(op, op.get_op(), sample)
     except Exception as error:
         # How a call that is wrong is refused is for the tests of eager ops.
         raise NotImplementedError(str(error)) from error
+    if not found:
+        raise NotImplementedError("there is nothing to compare")
+    return found
 
 
 def _blame_torch(op: OpInfo, call: Call, sample: SampleInput) -> None:

@@ -74,7 +74,7 @@ class Verdict:
 
 
 class Expectations:
-    """The rows of expectations.toml: ``gap`` does not pass, ``cpu`` runs there, ``outside`` leaves a compiled program."""
+    """The rows of expectations.toml: ``gap`` does not pass, ``cpu`` runs there, ``outside`` leaves the programs."""
 
     def __init__(self) -> None:
         rows = tomllib.loads(EXPECTATIONS.read_text(encoding="utf-8"))

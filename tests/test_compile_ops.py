@@ -1,0 +1,112 @@
+"""Ops that reach a compiled graph in a form of its own: composed when they run, written through masks, empty."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from isthmus._device.fallback import FallbackWarning
+from isthmus._dynamo import record
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)
+        yield
+    torch._dynamo.reset()
+
+
+def run(function: Callable[..., Any], *args: Any) -> Any:
+    """Return what a function gives, compiled on the device; no node may be outside the program."""
+    moved = [arg.to("jax") if isinstance(arg, Tensor) else arg for arg in args]
+    return torch.compile(function, backend="isthmus", fullgraph=True)(*moved)
+
+
+def positive(n: int) -> Tensor:
+    """Return a positive definite matrix."""
+    x = torch.randn(n, n)
+    return x @ x.T + n * torch.eye(n)
+
+
+COMPOSED: list[tuple[Callable[..., Tensor], Callable[[], tuple[Any, ...]]]] = [
+    (torch.cholesky_solve, lambda: (torch.randn(4, 2), torch.linalg.cholesky(positive(4)))),
+    (torch.linalg.pinv, lambda: (torch.randn(5, 3),)),
+    (torch.nn.functional.bilinear, lambda: (torch.randn(6, 3), torch.randn(6, 4), torch.randn(2, 3, 4))),
+    (torch.fft.ihfftn, lambda: (torch.randn(4, 6),)),
+    (lambda x: torch.empty_like(x).fill_(2.0) + x, lambda: (torch.randn(3, 4).T,)),
+]
+
+
+@pytest.mark.parametrize(("function", "inputs"), COMPOSED)
+def test_an_op_torch_composes_of_others_is_in_the_program(
+    function: Callable[..., Tensor], inputs: Callable[[], tuple[Any, ...]]
+) -> None:
+    args = inputs()
+    torch.testing.assert_close(run(function, *args).cpu(), function(*args))
+
+
+def test_what_a_composed_op_requires_is_required() -> None:
+    with pytest.raises(torch.linalg.LinAlgError, match="non-finite"):
+        run(torch.linalg.pinv, torch.full((3, 3), float("nan")))
+
+
+def put(x: Tensor, before: int, mask: Tensor, values: Tensor, accumulate: bool) -> Tensor:
+    """Write values where a mask holds, which covers the dims after the first few."""
+    return torch.ops.aten.index_put(x, [None] * before + [mask], values, accumulate)
+
+
+MASKS = [((4, 5), 0, 2), ((4, 5), 1, 1), ((3, 4, 5), 1, 1), ((3, 4, 5), 0, 2), ((3, 0), 0, 1), ((0, 3), 0, 1)]
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(("shape", "before", "dims"), MASKS)
+def test_a_write_through_a_mask_is_in_the_program(
+    shape: tuple[int, ...], before: int, dims: int, accumulate: bool
+) -> None:
+    x, mask = torch.randn(shape), torch.rand(shape[before : before + dims]) > 0.4
+    picked = (*shape[:before], int(mask.sum()), *shape[before + dims :])
+    for values in (torch.randn(()), torch.randn(1), torch.randn(picked), torch.randn(1, *picked[1:])):
+        want = put(x, before, mask, values, accumulate)
+        torch._dynamo.reset()
+        torch.testing.assert_close(run(put, x, before, mask, values, accumulate).cpu(), want)
+
+
+def test_values_that_do_not_fit_a_mask_are_refused() -> None:
+    mask = torch.tensor([True, True, True, False])
+    for function in (put, run_put):
+        with pytest.raises(RuntimeError, match=r"shape mismatch: value tensor of shape \[2\]"):
+            function(torch.zeros(4), 0, mask, torch.ones(2), False)
+
+
+def run_put(*args: Any) -> Tensor:
+    """Write through a mask, compiled."""
+    return run(put, *args)
+
+
+def test_one_value_written_through_a_mask_as_models_do() -> None:
+    def zeroed(x: Tensor) -> Tensor:
+        y = x.clone()
+        y[x > 0] = 0.0
+        y[:, x[0] < 0] = 1.0
+        return y
+
+    x = torch.randn(4, 5)
+    with record.recording() as found:
+        got = run(zeroed, x)
+    assert torch.equal(got.cpu(), zeroed(x))
+    assert len(found.compilations) == 1
+
+
+def test_recordings_inside_each_other_are_kept_apart() -> None:
+    with record.recording() as outer:
+        with record.recording() as inner:
+            run(torch.sin, torch.ones(2))
+        run(torch.cos, torch.ones(3))
+    assert (len(inner.graphs), len(outer.graphs)) == (1, 2)
