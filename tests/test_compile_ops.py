@@ -1,4 +1,4 @@
-"""Ops that reach a compiled graph in a form of its own: composed when they run, written through masks, empty."""
+"""Ops that a graph names whole or with masks and sizes of values: they are in the program all the same."""
 
 from __future__ import annotations
 
@@ -88,6 +88,32 @@ def test_values_that_do_not_fit_a_mask_are_refused() -> None:
 def run_put(*args: Any) -> Tensor:
     """Write through a mask, compiled."""
     return run(put, *args)
+
+
+@pytest.mark.parametrize("arguments", [(6,), (1,), (7, False), (8, True, 3.5), (0, False, 3.5)])
+def test_a_kaiser_window_is_in_the_program(arguments: tuple[Any, ...]) -> None:
+    x = torch.ones(())
+
+    def windowed(x: Tensor) -> Tensor:
+        return x * torch.kaiser_window(*arguments, device=x.device)
+
+    torch.testing.assert_close(run(windowed, x).cpu(), windowed(x))
+    torch.testing.assert_close(windowed(x.to("jax")).cpu(), windowed(x))
+
+
+def repeated(x: Tensor, repeats: Tensor) -> Tensor:
+    """Repeat rows so that there are four."""
+    return torch.repeat_interleave(x, repeats, dim=0, output_size=4)
+
+
+def test_repeats_whose_sum_is_told_are_in_the_program() -> None:
+    x = torch.randn(3, 2)
+    repeats = torch.tensor([1, 0, 3])
+    assert torch.equal(run(repeated, x, repeats).cpu(), repeated(x, repeats))
+    with pytest.raises(RuntimeError, match="allocated size does not match"):
+        run(repeated, x, torch.tensor([1, 1, 1]))
+    with pytest.raises(RuntimeError, match="repeats can not be negative"):
+        run(repeated, x, torch.tensor([-1, 2, 3]))
 
 
 def test_one_value_written_through_a_mask_as_models_do() -> None:

@@ -179,7 +179,7 @@ def _left_outside(function: Callable[..., Any], reason: str) -> Callable[..., An
     return run
 
 
-@pytest.mark.parametrize("grad", [slow(False), True])
+@pytest.mark.parametrize("grad", [False, slow(True)])
 @pytest.mark.parametrize("reverse", [slow(False), True])
 def test_scan(grad: bool, reverse: bool) -> None:
     def function(x: Tensor, w: Tensor) -> Any:
@@ -337,7 +337,7 @@ def test_an_index_that_decides_whether_a_loop_goes_on_stays_outside() -> None:
 # Random numbers.
 
 
-@pytest.mark.parametrize("kind", [slow("cond"), slow("while"), slow("scan"), "map", "region"])
+@pytest.mark.parametrize("kind", [slow("cond"), slow("while"), slow("scan"), slow("map"), "region"])
 def test_random_ops_inside_a_body_stay_outside(kind: str) -> None:
     def draw(x: Tensor) -> Tensor:
         return torch.nn.functional.dropout(x, 0.5)
@@ -552,8 +552,9 @@ def blocks(mask_mod: Callable[..., Tensor], device: Any, batch: int | None = Non
     return create_block_mask(mask_mod, batch, heads, 16, 24, device=device, BLOCK_SIZE=8)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, slow(torch.float64)], ids=str)
-@pytest.mark.parametrize("scale", [slow(None), 0.25])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("scale", [None, 0.25])
 def test_flex_attention(dtype: torch.dtype, scale: float | None) -> None:
     agree(
         lambda q, k, v: flex_attention(q, k, v, scale=scale),
@@ -618,6 +619,7 @@ def test_flex_attention_with_a_mask_made_outside() -> None:
     )
 
 
+@pytest.mark.slow
 def test_flex_attention_tells_the_highest_scores() -> None:
     def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
         aux = flex_attention(q, k, v, scale=0.5, return_aux=AuxRequest(lse=True, max_scores=True))[1]

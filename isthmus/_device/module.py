@@ -79,9 +79,7 @@ def synchronize(device: Any = None) -> None:
     from isthmus._device import checks
 
     jax.effects_barrier()
-    for array in jax.live_arrays():
-        if not array.is_deleted():
-            array.block_until_ready()
+    jax.block_until_ready([array for array in jax.live_arrays() if not array.is_deleted()])
     checks.raise_pending()
 
 

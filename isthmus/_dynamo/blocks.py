@@ -20,6 +20,7 @@ from torch.fx.node import map_arg
 from isthmus._dynamo.options import Options
 from isthmus._dynamo.program import Program
 from isthmus._dynamo.random import Draw, Keyed
+from isthmus._runtime import compiler
 
 # Fewer copies, or smaller ones, compile about as fast in one program, and may run faster there.
 COPIES, NODES = 6, 16
@@ -37,6 +38,8 @@ class Segment:
 
 def segments(module: GraphModule) -> list[Segment] | None:
     """Return a graph's nodes as segments of which several are copies of one another, or None."""
+    if compiler.platform() != "cpu":
+        return None  # a call costs more there than it saves: kernels are launched one by one
     nodes = [node for node in module.graph.nodes if node.op == "call_function"]
     if any(isinstance(node.target, (Draw, Keyed)) for node in nodes):
         return None  # each copy would draw the same numbers

@@ -18,7 +18,7 @@ from isthmus._dynamo import record
 from tests.conformance import invariants, kinds
 from tests.conformance.trial import Trial
 from tests.conformance.values import PLACES, gradients, leaves, names_a_device
-from tests.conformance.verdict import Uncompilable, Verdict
+from tests.conformance.verdict import Uncompilable, Verdict, described
 
 Function = Callable[..., Any]
 Call = Callable[[OpInfo, Function, SampleInput], list[Any]]
@@ -102,5 +102,4 @@ def _blame_torch(op: OpInfo, call: Call, sample: SampleInput) -> None:
     try:
         call(op, compiled(op, "aot_eager"), kinds.mapped(op, sample, PLACES["cpu"]))
     except Exception as error:
-        first = str(error).strip().split("\n")[0][:240]
-        raise Uncompilable(f"{type(error).__name__}: {first}") from error
+        raise Uncompilable(described(error)) from error

@@ -21,6 +21,13 @@ class Uncompilable(Exception):
     """torch cannot compile this call for the CPU either."""
 
 
+def described(error: Exception) -> str:
+    """Return an error in one line: of one that wraps a backend's, the backend's."""
+    error = getattr(error, "inner_exception", error)
+    first = str(error).strip().split("\n")[0][:240]
+    return f"{type(error).__name__}: {first}"
+
+
 @dataclass(frozen=True)
 class Entry:
     """What is judged: one entry of a database, one thing done with it, one dtype."""
@@ -67,8 +74,7 @@ class Verdict:
             self.samples -= 1
             self.uncompilable.append(f"sample {number}: {reason}")
         except Exception as error:
-            first = str(error).strip().split("\n")[0][:240]
-            self.raised.append(f"sample {number}: {type(error).__name__}: {first}")
+            self.raised.append(f"sample {number}: {described(error)}")
         finally:
             self.cpu.update(counters.fallbacks)
 
