@@ -39,12 +39,14 @@ asked_for = True
 """Whether whoever imports ``isthmus`` wants the device; the backend for tensors of other devices does not."""
 
 
-def backend(module: Any, example_inputs: Any, **options: Any) -> Any:
-    """Compile a graph, without adding the device where that would cost torch its own."""
+def __getattr__(name: str) -> Any:
+    """Load the backend when torch looks it up, before it traces anything, and without a device torch would pay for."""
     global asked_for
+    if name != "backend":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     asked_for = rival() is None
     try:
         from isthmus._dynamo.backend import isthmus
     finally:
         asked_for = True
-    return isthmus(module, example_inputs, **options)
+    return isthmus

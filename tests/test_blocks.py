@@ -130,6 +130,9 @@ def test_frozen_parameters_may_not_be_written() -> None:
     torch._dynamo.reset()
     model = Weighted().to("jax")
     compiled = torch.compile(model, backend="isthmus", options={"freeze": True})
-    with torch.no_grad(), pytest.raises(Exception, match="takes parameters and buffers for constants") as found:
+    with (
+        torch.no_grad(),
+        pytest.raises(Exception, match="takes parameters and buffers for constants") as found,
+    ):
         compiled(torch.randn(3, 4, device="jax"), count=True)
     assert isinstance(found.value.__cause__ or found.value, (ConfigError, RuntimeError))

@@ -136,3 +136,17 @@ def test_recordings_inside_each_other_are_kept_apart() -> None:
             run(torch.sin, torch.ones(2))
         run(torch.cos, torch.ones(3))
     assert (len(inner.graphs), len(outer.graphs)) == (1, 2)
+
+
+def test_an_assertion_survives_a_cut() -> None:
+    def asserting(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        torch._assert_async(((y + 1) * 2 > 0).all(), "must be positive")
+        return torch.nonzero(x)
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(asserting, backend="isthmus", options={"fallback": "cpu"})
+        x = torch.ones(3, device="jax")
+        assert compiled(x, torch.ones(2, device="jax")).shape == (3, 1)
+        with pytest.raises(RuntimeError, match="must be positive"):
+            compiled(x, torch.tensor([-5.0, 1.0], device="jax"))

@@ -28,7 +28,9 @@ GAPS |= dict.fromkeys(
 )
 
 
-DECOMPOSED = "torch takes the op apart before a backend sees it, and wrongly: aot_eager and inductor answer the same"
+DECOMPOSED = (
+    "torch takes the op apart before a backend sees it, and wrongly: aot_eager and inductor answer the same"
+)
 GAPS |= dict.fromkeys(
     (
         "multi_margin_loss.default(one 0)",

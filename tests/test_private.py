@@ -78,3 +78,50 @@ def test_has_kernel() -> None:
     assert torch_private.has_kernel(torch.ops.aten.add.Tensor, "PrivateUse1")
     assert torch_private.has_kernel(torch.ops.aten.softmax.int, "CompositeImplicitAutograd")
     assert not torch_private.has_kernel(torch.ops.aten.softmax.int, "Autograd")
+
+
+def test_dynamo_keeps_the_steps_of_an_optimizer_on_the_device() -> None:
+    torch._dynamo.reset()
+    parameter = torch.nn.Parameter(torch.ones(3, device="jax"))
+    parameter.grad = torch.ones(3, device="jax")
+    optimizer = torch.optim.AdamW([parameter])
+    torch.compile(optimizer.step, backend="isthmus")()
+    assert optimizer.state[parameter]["step"].device.type == "jax"
+    assert optimizer.state[parameter]["step"].item() == 1
+
+
+def test_dynamo_leaves_a_hidden_function_alone() -> None:
+    def visible(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    def hidden(x: torch.Tensor) -> torch.Tensor:
+        return visible(x) * 2
+
+    seen: list[object] = []
+
+    def backend(module: torch.fx.GraphModule, inputs: list[object]) -> object:
+        seen.append(module)
+        return module.forward
+
+    torch_private.hide_from_dynamo(hidden)
+    torch._dynamo.reset()
+    compiled = torch._dynamo.optimize(backend)(lambda x: [hidden(x), torch._dynamo.graph_break()][0])
+    assert compiled(torch.ones(2)).tolist() == [4, 4]
+    assert torch.compile(visible, backend=backend)(torch.ones(2)).tolist() == [2, 2]
+    assert seen, "nothing at all was compiled, so nothing was shown"
+
+
+def test_values_asked_for_in_a_traced_backward() -> None:
+    assert not torch_private.in_traced_backward(torch.ones(2))
+    torch._dynamo.reset()
+    x = torch.randn(3, 3, dtype=torch.complex64).to("jax").requires_grad_()
+    torch.compile(lambda x: torch.linalg.svd(x).U.abs().sum(), backend="isthmus")(x).backward()
+    assert x.grad is not None
+
+
+def test_cudnn_attention_is_where_it_is_looked_for() -> None:
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    assert cudnn.AttentionLayout.BTNH.value == 0
+    assert callable(cudnn.dot_product_attention)
+    assert cudnn._dot_product_attention_bwd_p_wrapper.name == "dot_product_attention_bwd_wrapper"

@@ -126,7 +126,6 @@ def _cut(
             program = Program(getattr(fused, node.target), options, f"{name}, {node.target}")
             programs.append(program)
             node.op, node.target = "call_function", blocks.caller(program, str(node.target))
-    fused.graph.eliminate_dead_code()
     fused.recompile()
     return fused, programs
 
