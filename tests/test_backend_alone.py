@@ -1,4 +1,4 @@
-"""The backend in a process whose torch has an accelerator of its own: it works on torch's tensors, without the device."""
+"""The backend where torch has an accelerator of its own: it works on torch's tensors, without the device."""
 
 from __future__ import annotations
 
