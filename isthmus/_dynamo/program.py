@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from sys import getrefcount
 from typing import Any
 
-import jax.numpy as jnp
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
@@ -120,9 +119,8 @@ class Specialization:
         with collecting() as found:
             run.run([_fill(slot, inputs) for slot in self.slots])
         self.errors = found.errors
-        flags = [jnp.stack(found.flags)] if found.flags else []
         # Rewritten storages come first: XLA gives donated memory to the first result that fits it.
-        return (*self._written(run.written, inputs), *self.returns.arrays(run.values), *flags)
+        return (*self._written(run.written, inputs), *self.returns.arrays(run.values), *found.flags)
 
     def _storages(self, inputs: Sequence[Any]) -> dict[Node, Callable[[Any, Any, Any], Any]]:
         """Return for each tensor argument how strides are read from its whole storage."""
@@ -160,7 +158,7 @@ class Specialization:
         call = record.compile(self, donated)
         written, wrap = len(targets), self.returns.wrapper()
         rebind = _rebinder(targets, [self.slots[at] for at in targets], here)
-        verify = checks.verifier(self.errors)
+        verify, conditions = checks.verifier(self.errors), len(self.errors)
         foreign = not all(
             here for here, slot in zip(self.local, self.slots, strict=True) if isinstance(slot, TensorSlot)
         )
@@ -176,10 +174,10 @@ class Specialization:
                     output.block_until_ready()
             if written:
                 rebind(args, outputs)
-            result = wrap(args, outputs[written:])
+            result = wrap(args, outputs[written:] if written else outputs)
             args.clear()
             if verify is not None:
-                verify(outputs[-1])
+                verify(outputs[-conditions:])
             return result
 
         return run
