@@ -31,7 +31,7 @@ format: venv ## rewrite the sources as ruff would
 	$(BIN)/ruff format .
 
 test: lint ## lint, then the tests that are not slow, and a part of torch's databases
-	$(BIN)/python -m pytest -n 2 -m 'not slow' --samples 3
+	$(BIN)/python -m pytest -n 2 -m 'not slow' --samples 2
 
 test-all: lint ## lint, then every test: torch's databases in full, into build/conformance.json
 	$(BIN)/python -m pytest -n 2

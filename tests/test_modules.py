@@ -53,13 +53,13 @@ KINDS: dict[str, tuple[Do, bool]] = {
 
 
 def parameters() -> Iterator[Any]:
-    """Yield the tests: of each module's about a quarter are not slow."""
+    """Yield the tests: of each module's about a sixth are not slow."""
     for place, info in enumerate(module_db):
         for turn, (kind, dtype) in enumerate((k, d) for d in info.dtypes for k in KINDS):
             if dtype not in (torch.float32, torch.float64):
                 continue
             entry = Entry("module_db", info.name, kind, str(dtype).removeprefix("torch."))
-            marks = [] if (place + turn) % 4 == 0 else [pytest.mark.slow]
+            marks = [] if (place + turn) % 6 == 0 else [pytest.mark.slow]
             yield pytest.param(info, dtype, entry, id=str(entry), marks=marks)
 
 

@@ -49,12 +49,12 @@ GAPS |= dict.fromkeys(
 
 
 def cases() -> Iterator[Any]:
-    """Yield every case in every mode; compiled, one in eight is not slow."""
+    """Yield every case in every mode; compiled, one in 24 is not slow."""
     for place, case in enumerate(load_cases()):
         yield pytest.param(case, "eager", id=f"{case}-eager")
         # A wrong call is refused while it is traced, in words that Dynamo puts into its own.
         if case.error is None:
-            marks = [] if place % 8 == 0 else [pytest.mark.slow]
+            marks = [] if place % 24 == 0 else [pytest.mark.slow]
             reason = GAPS.get(str(case))
             if reason is not None:
                 marks.append(pytest.mark.xfail(strict=True, reason=reason))

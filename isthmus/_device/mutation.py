@@ -43,8 +43,10 @@ class Mutation:
         after = targets if found is None else self.locate(found[1])
         pairs = zip(after, targets, strict=True)
         self.resized = [None if new.shape == old.shape else Spec.of(new) for new, old in pairs]
-        if any(self.resized) and not schema_of(op).has_out:
-            # Some Meta kernels resize the target of an in-place op, which torch refuses: the CPU will say so.
+        read = {id(v) for v, a in zip(values, schema_of(op).arguments, strict=True) if not a.out}
+        reread = any(spec and id(target) in read for spec, target in zip(self.resized, targets, strict=True))
+        if reread or (any(self.resized) and not schema_of(op).has_out):
+            # Some Meta kernels resize what is also read, which torch refuses: the CPU will say so.
             raise LoweringError(f"{op} would resize the tensor it writes to")
 
     def resize(self, specs: Sequence[Spec | None]) -> None:
