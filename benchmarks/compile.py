@@ -192,8 +192,7 @@ def compare(
 
     contenders: dict[str, Thunk] = {"jax": forward}
     steps: dict[str, Thunk] = {"jax": step}
-    backends = {"isthmus": DEVICE} | ({"inductor": "cpu"} if has_compiler() else {})
-    for backend, device in backends.items():
+    for backend, device in {"isthmus": DEVICE, **PEERS}.items():
         torch._dynamo.reset()
         x, y = batch[0].to(device), batch[1].to(device)
         mine = copy.deepcopy(model).to(device).eval()
@@ -251,6 +250,7 @@ def recompilations(rounds: int) -> None:
     print(f"Dynamo's graphs over 20 batch sizes: {counters['stats']['unique_graphs']}, at most 2")
 
 
+PEERS = {"inductor": "cpu"} if has_compiler() else {}
 GPT2 = gpt.Size(layers=12, width=768, heads=12, context=1024, vocabulary=50304, batch=8)
 
 
@@ -314,11 +314,14 @@ def main() -> None:
     )
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=[])
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--without-inductor", action="store_true", help="its first call takes minutes")
     parser.add_argument("--contender", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.contender:
         contend(options.contender, options.rounds)
         return
+    if options.without_inductor:
+        PEERS.pop("inductor", None)
     for name in options.parts or [name for name in PARTS if name != "gpt2"]:
         PARTS[name](options.rounds)
 

@@ -35,6 +35,15 @@ def verifier(errors: list[tuple[type[Exception], str]]) -> Callable[[Any], None]
     return verify
 
 
+def demand(flag: Any, error: type[Exception], message: str) -> None:
+    """Raise unless ``flag`` turns out true, now where the host need not wait for it, else at the next host read."""
+    found = [(flag, error, message)]
+    if platform() == "cpu":
+        _raise_first(found)
+    else:
+        _postpone(found)
+
+
 def _postpone(found: list[Condition]) -> None:
     """Keep conditions for the next host read; of many, look at the older half, which the device has long computed."""
     with _lock:

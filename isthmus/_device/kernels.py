@@ -9,6 +9,7 @@ import torch
 from torch._ops import OpOverload
 
 from isthmus._device import (
+    assertions,
     attention,
     batchnorm,
     ctc,
@@ -32,6 +33,7 @@ from isthmus._ops.registry import Lowering, on_register, registry
 _libraries: dict[str, torch.library.Library] = {}
 _registered: set[OpOverload] = set()
 _own = {
+    **assertions.KERNELS,
     **attention.KERNELS,
     **batchnorm.KERNELS,
     **ctc.KERNELS,
