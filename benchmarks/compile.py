@@ -1,4 +1,4 @@
-"""What a compiled call and a compiled model cost: backend "isthmus" beside hand-written JAX, TorchInductor, torchax.
+"""What a compiled call and a compiled model cost: backend "isthmus" beside hand-written JAX and TorchInductor.
 
     python benchmarks/compile.py                 # everything, for the CPU
     python benchmarks/compile.py overhead gpt    # some of it
@@ -236,7 +236,6 @@ def recompilations(rounds: int) -> None:
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)).to(DEVICE)
     compiled = torch.compile(model, backend="isthmus")
     compiled(torch.randn(8, 16, device=DEVICE))
-    before = isthmus.metrics.counts()["compilations"]
     x = torch.randn(8, 16, device=DEVICE)
     before = isthmus.metrics.counts()["compilations"]
     for _ in range(50):
@@ -292,7 +291,7 @@ def torch_contender(name: str, model: nn.Module, tokens: Any, targets: Any) -> T
         import isthmus  # noqa: F401
     model = model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    step = torch_step(model, name if name != "eager" else "eager", optimizer, token_loss)
+    step = torch_step(model, name, optimizer, token_loss)
     if name == "eager":
         step = step._torchdynamo_orig_callable  # type: ignore[attr-defined]
     return bound(step, tokens.to(device), targets.to(device))

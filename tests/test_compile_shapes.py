@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from isthmus._dynamo.options import Options
+from isthmus._dynamo.program import _gather
 from isthmus.errors import ConfigError
 
 SIZES = [2, 3, 5, 4, 7, 8, 6, 9, 12, 10, 11, 16, 13, 14, 15, 17, 20, 18, 31, 32]
@@ -432,3 +433,8 @@ def test_an_option_of_one_call_is_not_that_of_another() -> None:
     torch._dynamo.reset()
     got = compiled(lambda x: twice(x + 1), options={"fallback": "cpu"})(x)
     same(got, (numbers(3) + 1) * 2, "jax")
+
+
+def test_numbers_that_are_equal_but_not_the_same_are_other_programs() -> None:
+    keys = [tuple(_gather([number])[0]) for number in (0.0, -0.0, 0, False, 1, 1.0, True)]
+    assert len(set(keys)) == len(keys)

@@ -203,3 +203,15 @@ def caller(program: Program, name: str) -> Callable[..., Any]:
 
     call.__name__, call.program = name, program  # type: ignore[attr-defined]
     return call
+
+
+def calling(cut: GraphModule) -> Callable[[list[Any]], Any]:
+    """Return a graph of programs as a callable of torch's list of arguments."""
+
+    def run(args: list[Any]) -> Any:
+        result = cut.forward(*args)
+        args.clear()
+        return result
+
+    run.cut = cut  # type: ignore[attr-defined]
+    return run

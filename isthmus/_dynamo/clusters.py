@@ -78,7 +78,7 @@ class Clusters:
     def _build(self) -> Callable[[list[Any]], Any]:
         if self.reasons:
             cut, self.programs = _cut(self.module, self._inside(), self.options, self.name)
-            return _calling(cut)
+            return blocks.calling(cut)
         constant = freeze.frozen(self.module, self.parameters, self.options, self.name)
         if constant is not None:
             run, self.programs = constant
@@ -86,7 +86,7 @@ class Clusters:
         copies = blocks.segments(self.module) if self.options.blocks == "auto" else None
         if copies is not None:
             cut, self.programs = blocks.split(self.module, copies, self.options, self.name)
-            return _calling(cut)
+            return blocks.calling(cut)
         self.programs = [Program(self.module, self.options, self.name)]
         return self.programs[0]
 
@@ -146,15 +146,3 @@ def _has_results(nodes: Any) -> bool:
 
 def _work(nodes: Any) -> int:
     return sum(node.target not in _FREE for node in nodes)
-
-
-def _calling(cut: GraphModule) -> Callable[[list[Any]], Any]:
-    """Return a graph of programs as a callable of torch's list of arguments."""
-
-    def run(args: list[Any]) -> Any:
-        result = cut.forward(*args)
-        args.clear()
-        return result
-
-    run.cut = cut  # type: ignore[attr-defined]
-    return run

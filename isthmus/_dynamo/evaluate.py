@@ -30,6 +30,7 @@ from isthmus._ops.common import Number
 from isthmus._ops.registry import lowering_of
 from isthmus._ops.views import VIEWS
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
+from isthmus._runtime.hosts import NUMBER_DTYPES
 from isthmus.errors import IsthmusError, LoweringError, Unsupported
 
 Array = Any
@@ -42,7 +43,6 @@ _NOT_COMPOSED = {
     torch.Tag.data_dependent_output,
     torch.Tag.nondeterministic_seeded,
 }
-_WIDEST = {bool: np.bool_, int: np.int64, float: np.float64, complex: np.complex128}
 
 HIGHER_ORDER: dict[Any, Rule] = {}
 """What to do with higher-order ops; ``higher_order.py`` fills it."""
@@ -148,8 +148,8 @@ def _argument(value: Any, argument: Argument, dynamic: bool) -> Any:
         return to_jax_dtype(value)
     if isinstance(value, torch.Tensor):
         return array_from_cpu(value)
-    if dynamic and type(value) in _WIDEST:
-        return Number(jnp.asarray(np.asarray(value, _WIDEST[type(value)])), type(value))
+    if dynamic and type(value) in NUMBER_DTYPES:
+        return Number(jnp.asarray(np.asarray(value, NUMBER_DTYPES[type(value)])), type(value))
     return value
 
 

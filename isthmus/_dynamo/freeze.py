@@ -74,10 +74,4 @@ def _keeping(cut: GraphModule, first: Program) -> Callable[[list[Any]], Any]:
         if getattr(node.target, "program", None) is first:
             node.target = once
     cut.recompile()
-
-    def run(args: list[Any]) -> Any:
-        result = cut.forward(*args)
-        args.clear()
-        return result
-
-    return run
+    return blocks.calling(cut)

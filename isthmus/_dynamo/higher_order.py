@@ -16,11 +16,11 @@ from torch.fx import Node
 from isthmus._dynamo import flex_attention, subgraphs
 from isthmus._dynamo.evaluate import HIGHER_ORDER, OWN, Evaluation
 from isthmus._dynamo.subgraphs import Body, strong
+from isthmus._runtime.hosts import NUMBER_DTYPES
 from isthmus.errors import Unsupported
 
 Array = Any
 _ops = torch.ops.higher_order
-_WIDEST = {bool: np.bool_, int: np.int64, float: np.float64}
 
 
 def cond(evaluation: Evaluation, node: Node, args: list[Any]) -> Any:
@@ -69,8 +69,8 @@ def _refuse_numbers_read(node: Node, carried: Sequence[Any]) -> None:
 
 
 def _array(value: Any) -> Array:
-    if type(value) in _WIDEST:
-        return jnp.asarray(np.asarray(value, _WIDEST[type(value)]))
+    if type(value) in NUMBER_DTYPES:
+        return jnp.asarray(np.asarray(value, NUMBER_DTYPES[type(value)]))
     return strong(value)
 
 

@@ -35,7 +35,9 @@ class Options:
     )
     programs: int = _option(256, int, "How many programs a graph keeps; the one not used longest is dropped.")
     freeze: bool = _option(
-        False, (False, True), "Whether parameters are taken for constants and folded; for inference only."
+        False,
+        (False, True),
+        "Whether parameters are taken for constants and folded; for inference, in a graph that is not cut.",
     )
     blocks: str = _option(
         "auto",
@@ -66,9 +68,8 @@ def parse(options: Mapping[str, Any] | None) -> Options:
         if name not in known:
             raise ConfigError(f'backend "isthmus" has no option {name!r}; it has {", ".join(known)}')
         choices = known[name].metadata["choices"]
-        if isinstance(choices, tuple) and not any(
-            value is c or (value == c and type(value) is type(c)) for c in choices
-        ):
+        # By their text, since 1 equals True.
+        if isinstance(choices, tuple) and repr(value) not in map(repr, choices):
             allowed = ", ".join(repr(choice) for choice in choices)
             raise ConfigError(f"option {name!r} is {value!r}; choose from {allowed}")
         if isinstance(choices, type) and (type(value) is not choices or _too_small(value)):

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from isthmus._device import checks
-from isthmus._device.entry import alias_pattern
+from isthmus._device.entry import alias_pattern, static_part
 from isthmus._device.hosts import copied
 from isthmus._device.plan import Slot, Static, TensorSlot, slot_for
 from isthmus._device.strided import read, span
@@ -89,7 +89,7 @@ def _gather(args: list[Any]) -> tuple[list[Any], list[Any]]:
             if offset:
                 inputs.append(device_number(offset))
         else:
-            key.append(arg)
+            key.append(static_part(arg))
     return key, inputs
 
 

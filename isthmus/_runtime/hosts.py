@@ -9,7 +9,7 @@ import numpy as np
 
 from isthmus._runtime.compiler import default_device, scoped_x64
 
-_NUMBER_DTYPES = {bool: np.bool_, int: np.int64, float: np.float64, complex: np.complex128}
+NUMBER_DTYPES = {bool: np.bool_, int: np.int64, float: np.float64, complex: np.complex128}
 _CACHE_LIMIT = 4096
 _numbers: dict[tuple[type, Any], Any] = {}
 
@@ -30,7 +30,7 @@ def device_number(value: Any) -> Any:
 def _as_numpy(value: Any) -> np.ndarray[Any, Any]:
     if type(value) is int and value > np.iinfo(np.int64).max:
         return np.asarray(value, np.uint64)
-    return np.asarray(value, _NUMBER_DTYPES[type(value)])
+    return np.asarray(value, NUMBER_DTYPES[type(value)])
 
 
 def from_numpy(array: np.ndarray[Any, Any]) -> Any:
