@@ -11,9 +11,21 @@ import _isthmus_autoload
 from isthmus import config, errors
 from isthmus._device.registration import register
 from isthmus.explain import explain
+from isthmus.modes import lazy, mode, set_mode, sync
 
 __version__ = "0.1.0.dev0"
-__all__ = ["config", "errors", "explain", "lowering", "metrics", "register"]
+__all__ = [
+    "config",
+    "errors",
+    "explain",
+    "lazy",
+    "lowering",
+    "metrics",
+    "mode",
+    "register",
+    "set_mode",
+    "sync",
+]
 
 if _isthmus_autoload.asked_for:
     register()

@@ -50,15 +50,52 @@ class Settings:
         ("auto", "off"),
         "Whether a terminal shows a line while a compilation takes over two seconds.",
     )
+    mode: str = _setting(
+        "eager",
+        "ISTHMUS_MODE",
+        ("eager", "lazy"),
+        "Whether ops run at once or are recorded; `isthmus.set_mode` changes it.",
+    )
+    backend: str = _setting(
+        "xla",
+        "ISTHMUS_BACKEND",
+        (),
+        "What compiles recorded graphs: xla, reference (ATen on the CPU, op by op), or one you registered.",
+    )
+    graph_size: int = _setting(
+        5000,
+        "ISTHMUS_GRAPH_SIZE",
+        (),
+        "How many ops lazy mode records before it runs them by itself.",
+    )
+    programs: int = _setting(
+        256,
+        "ISTHMUS_PROGRAMS",
+        (),
+        "How many compiled programs lazy mode keeps; the one unused for longest goes first.",
+    )
+    lines: str = _setting(
+        "off",
+        "ISTHMUS_LINES",
+        ("off", "on"),
+        "Whether lazy mode notes the line of your code that recorded each op, for errors and printed graphs.",
+    )
 
 
 def from_environment() -> Settings:
     """Return the settings the environment asks for."""
     variables = {f.name: f.metadata["variable"] for f in fields(Settings)}
-    given = {name: os.environ[variable] for name, variable in variables.items() if variable in os.environ}
+    texts = {name: os.environ[variable] for name, variable in variables.items() if variable in os.environ}
+    given = {name: _parsed(name, text) for name, text in texts.items()}
     for name, value in given.items():
         _check(name, value)
     return Settings(**given)
+
+
+def _parsed(name: str, text: str) -> Any:
+    """Return a setting's value from its text in the environment."""
+    is_count = isinstance(Settings.__dataclass_fields__[name].default, int)
+    return int(text) if is_count and text.isdecimal() else text
 
 
 def xla_flags() -> str:
@@ -71,7 +108,9 @@ def _check(name: str, value: Any) -> None:
     if name not in known:
         raise ConfigError(f"isthmus.config has no setting {name!r}; it has {', '.join(known)}")
     choices = known[name].metadata["choices"]
-    if not choices and not isinstance(value, str):
+    if isinstance(known[name].default, int) and (type(value) is not int or value < 1):
+        raise ConfigError(f"isthmus.config.{name} = {value!r} is not a positive integer")
+    if not choices and not isinstance(value, type(known[name].default)):
         raise ConfigError(f"isthmus.config.{name} = {value!r} is not a string")
     if choices and value not in choices:
         options = ", ".join(repr(choice) for choice in choices)

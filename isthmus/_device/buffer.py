@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
+from isthmus._device import mode
 from isthmus._device.private import empty_tensor, restride
-from isthmus._device.strided import contiguous_strides, span
+from isthmus._graph.layout import Spec, contiguous_strides, storage_shape
+from isthmus._graph.nodes import Node
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
 from isthmus._runtime.private import is_traced
+from isthmus.errors import IsthmusError
 
 Array = Any
 
@@ -43,31 +45,40 @@ class Signature:
         return f"{self.dtype}{list(self.shape)}{' traced' if self.traced else ''}"
 
 
-@dataclass(frozen=True)
-class Spec:
-    """Layout and dtype of a tensor."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Spec:
-        """Return the spec of a tensor."""
-        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
-
-
 class Buffer:
-    """What a storage holds: an array whose elements, in row-major order, are the storage's."""
+    """What a storage holds: an array whose elements, in row-major order, are the storage's.
 
-    __slots__ = ("signature", "value")
+    In lazy mode ``held`` may be a node that is to be computed; ``value`` is an array always.
+    """
 
-    def __init__(self, value: Array, signature: Signature) -> None:
-        self.value, self.signature = value, signature
+    __slots__ = ("__weakref__", "held", "signature")
+
+    def __init__(self, held: Array | Node, signature: Signature) -> None:
+        self.held, self.signature = held, signature
+
+    @property
+    def value(self) -> Array:
+        """Return the array, computed if it has only been recorded."""
+        if type(self.held) is Node:
+            mode.current.materialise()
+        if type(self.held) is Lost:
+            raise self.held.error()
+        return self.held
 
     def rebind(self, value: Array) -> None:
         """Replace the contents; every tensor on the storage sees the new ones."""
-        self.value, self.signature = value, Signature.of(value)
+        self.held, self.signature = value, Signature.of(value)
+
+
+class Lost:
+    """What a buffer holds whose program failed."""
+
+    def __init__(self, cause: Exception) -> None:
+        self.cause = cause
+
+    def error(self) -> Exception:
+        """Return what to raise for a read."""
+        return IsthmusError(f"this tensor was never computed, because its program failed: {self.cause}")
 
 
 def buffer_of(tensor: torch.Tensor) -> Buffer:
@@ -90,28 +101,6 @@ def attach(tensor: torch.Tensor, value: Array) -> torch.Tensor:
     """Give a new tensor's storage its buffer."""
     tensor.untyped_storage()._buffer = Buffer(value, Signature.of(value))  # type: ignore[attr-defined]
     return tensor
-
-
-def is_dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Return whether a layout fills its storage without gaps or overlaps."""
-    order = storage_order(size, stride)
-    dense = tuple(size[d] for d in order)
-    return 0 in size or tuple(stride[d] for d in order) == contiguous_strides(dense)
-
-
-def storage_shape(size: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape in which a new storage for this layout is kept.
-
-    A dense layout keeps its dims in the order of their strides, so that reading it is a transpose.
-    """
-    if is_dense(size, stride):
-        return tuple(size[d] for d in storage_order(size, stride))
-    return (span(size, stride),)
-
-
-def storage_order(size: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:
-    """Return the dims from the largest stride to the smallest."""
-    return sorted(range(len(size)), key=lambda d: (-stride[d], d))
 
 
 def wrap_strided(value: Array, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from isthmus._device import checks, decompose, fallback, inference, writes
-from isthmus._device.buffer import Buffer, Signature, Spec, maker
+from isthmus._device.buffer import Buffer, Signature, maker
 from isthmus._device.module import check_device
 from isthmus._device.mutation import Mutation
 from isthmus._device.plan import Slot, Static, contiguous_specs, fill, flatten, slot_for, store
 from isthmus._device.private import empty_tensor
-from isthmus._device.strided import contiguous_strides
+from isthmus._graph.layout import Spec, contiguous_strides
 from isthmus._graph.schema import ABSENT
 from isthmus._ops.checks import Checks, collecting
 from isthmus._runtime import compiler
@@ -29,18 +29,25 @@ if TYPE_CHECKING:
 Plan = Callable[[list[Any], tuple[Any, ...]], Any]
 Values = tuple[Any, ...]
 Tier = Callable[[dict[str, Any]], Any]
+Finish = Callable[["Builder"], Plan]
 
 
-def build(kernel: Kernel, inputs: list[Any], values: Values, traced: bool) -> Plan:
-    """Return the plan for calls like this one; ``values`` are all arguments in the schema's order."""
+def build(
+    kernel: Kernel, inputs: list[Any], values: Values, traced: bool, finish: Finish | None = None
+) -> Plan:
+    """Return the plan for calls like this one; ``values`` are all arguments in the schema's order.
+
+    ``finish`` makes the plan once a tier is found; by default it compiles a program.
+    """
+    finish = finish or (lambda builder: builder.plan(inputs))
     if not kernel.schema.mutated:
-        return _choose(kernel, inputs, values, traced)
+        return _choose(kernel, inputs, values, traced, finish)
     writes.check_new(kernel.op, values)
     writes.check_aliases(kernel.op, values)
-    return writes.guarded(kernel.op, values, _choose(kernel, inputs, values, traced))
+    return writes.guarded(kernel.op, values, _choose(kernel, inputs, values, traced, finish))
 
 
-def _choose(kernel: Kernel, inputs: list[Any], values: Values, traced: bool) -> Plan:
+def _choose(kernel: Kernel, inputs: list[Any], values: Values, traced: bool, finish: Finish) -> Plan:
     """Return the plan of the first tier that can answer."""
     device = kernel.schema.named(values).get("device")
     check_device(device)
@@ -58,7 +65,7 @@ def _choose(kernel: Kernel, inputs: list[Any], values: Values, traced: bool) -> 
         tier, found, reason = None, None, f"torch could not infer its result: {error}"
     if tier is not None:
         try:
-            return _Builder(kernel, tier, inputs, values, found, traced).plan(inputs)
+            return finish(Builder(kernel, tier, inputs, values, found, traced))
         except Exception as error:
             if traced:
                 raise
@@ -81,13 +88,14 @@ def _elsewhere(kernel: Kernel, device: torch.device) -> Plan:
     return run
 
 
-class _Builder:
+class Builder:
     """Everything known about one new key; it keeps no array, since the plan keeps it."""
 
     def __init__(
         self, kernel: Kernel, tier: Tier, inputs: list[Any], values: Values, found: Any, traced: bool
     ) -> None:
-        self.op, self.schema, self.tier, self.traced = kernel.op, kernel.schema, tier, traced
+        self.kernel, self.tier, self.traced = kernel, tier, traced
+        self.op, self.schema = kernel.op, kernel.schema
         self.random = kernel.random
         self.slots = _slots(kernel, values)
         self.examples = [compiler.abstract(value) for value in inputs]
@@ -97,6 +105,7 @@ class _Builder:
         if self.mutation is not None and not self.inferred and self.schema.has_out:
             self.mutation.resize(self._computed_specs())
         self.errors: list[tuple[type[Exception], str]] = []
+        self.computed: list[Any] = []
         self.fresh = self._fresh_specs()
 
     def _fresh_specs(self) -> list[Spec | None]:
@@ -120,14 +129,14 @@ class _Builder:
     def _computed_specs(self) -> list[Spec | None]:
         """Return the specs of what the tier computes, for an op torch cannot infer."""
         with compiler.scoped_x64(), collecting():
-            return contiguous_specs(lambda *inputs: self._results(inputs)[0], self.examples)
+            return contiguous_specs(lambda *inputs: self.results(inputs)[0], self.examples)
 
-    def _results(self, inputs: Sequence[Any]) -> tuple[list[Any], Any]:
+    def results(self, inputs: Sequence[Any]) -> tuple[list[Any], Any]:
         """Return what the tier computes, flat, and the conditions it requires."""
         outs = {a.name for a in self.schema.arguments if a.out}
         arguments = {name: fill(slot, inputs) for name, slot in self.slots.items() if name not in outs}
         if self.random:
-            arguments["rng"] = _random_key(inputs[-1])
+            arguments["rng"] = random_key(inputs[-1])
         if self.traced:
             return flatten(self.tier(arguments)), Checks()  # the program around it requires the conditions
         with collecting() as found:
@@ -135,7 +144,8 @@ class _Builder:
 
     def program(self, *inputs: Any) -> tuple[Any, ...]:
         """Compute the call: new storages, rewritten storages, then the conditions it requires."""
-        results, found = self._results(inputs)
+        results, found = self.results(inputs)
+        self.computed = [None if r is None else compiler.abstract(r) for r in results]
         count = len(self.fresh)
         if self.mutation is None and len(results) != count:
             raise LoweringError(
@@ -159,8 +169,8 @@ class _Builder:
         specs = [spec for spec in self.fresh if spec is not None]
         verify = checks.verifier(self.errors)
         makers = [maker(spec, self.traced) for spec in specs]
-        assemble = self._assembler()
-        if len(makers) == 1 and len(self.fresh) == 1 and assemble is _only and verify is None:
+        assemble = self.assembler()
+        if len(makers) == 1 and len(self.fresh) == 1 and assemble is only and verify is None:
             return _single(call, makers[0], specs[0], self.traced)
         if len(makers) == len(self.fresh) and assemble is tuple and verify is None:
             return lambda inputs, values: tuple(
@@ -177,24 +187,25 @@ class _Builder:
 
         return run
 
-    def _assembler(self) -> Callable[[list[Any]], Any]:
+    def assembler(self) -> Callable[[list[Any]], Any]:
         """Return the function that gives a list of results the structure torch returns."""
         result = self.result
         if not self.inferred:
             if isinstance(self.op._schema.returns[0].type, torch.ListType):
                 return list  # even of one tensor
-            return _only if len(self.op._schema.returns) == 1 and len(self.fresh) == 1 else tuple
+            return only if len(self.op._schema.returns) == 1 and len(self.fresh) == 1 else tuple
         if isinstance(result, list):
             return list
         if not isinstance(result, tuple):
-            return _only
+            return only
         nested = any(isinstance(item, (list, tuple)) for item in result)
         # Only the structure is kept: lists of Nones in place of the tensors.
         shape = inference.skeleton(result)
         return (lambda found: inference.nest(shape, iter(found))) if nested else tuple
 
 
-def _only(found: list[Any]) -> Any:
+def only(found: list[Any]) -> Any:
+    """Return the one result of an op that returns a tensor."""
     return found[0]
 
 
@@ -228,7 +239,7 @@ def _single(call: Callable[..., Any], make: Callable[[Any], Tensor], spec: Spec,
     return run
 
 
-def _random_key(words: Any) -> Any:
+def random_key(words: Any) -> Any:
     """Return the JAX key of a (seed, offset), given as four 32-bit words."""
     key = jax.random.wrap_key_data(words[:2], impl="threefry2x32")
     return jax.random.fold_in(jax.random.fold_in(key, words[2]), words[3])

@@ -30,7 +30,7 @@ def verifier(errors: list[tuple[type[Exception], str]]) -> Callable[[Any], None]
         if mode == "now":
             _raise_first(found)
         else:
-            _postpone(found)
+            postpone(found)
 
     return verify
 
@@ -41,10 +41,10 @@ def demand(flag: Any, error: type[Exception], message: str) -> None:
     if platform() == "cpu":
         _raise_first(found)
     else:
-        _postpone(found)
+        postpone(found)
 
 
-def _postpone(found: list[Condition]) -> None:
+def postpone(found: list[Condition]) -> None:
     """Keep conditions for the next host read; of many, look at the older half, which the device has long computed."""
     with _lock:
         _pending.extend(found)

@@ -33,6 +33,7 @@ class Kernel:
         self.functional = functional_of(op) or op
         self.lowering = lowering = lowering_of(self.functional)
         self.plans: dict[tuple[Any, ...], Plan] = {}
+        self.recipes: dict[tuple[Any, ...], Plan] = {}
         tensors = {a.name for a in self.schema.arguments if a.kind in ("tensor", "tensors")}
         # A decomposition and the CPU need numbers as they are, so without a lowering they are static.
         dynamic = set() if lowering is None else lowering.dynamic | tensors

@@ -12,6 +12,8 @@ The source is written from the schema, once per overload. For ``aten.add.Tensor`
         if _plan is None:
             _plan = _new_plan(_key, _inputs, _values)
         return _plan(_inputs, _values)
+
+In lazy mode its twin runs: inputs are nodes, and the plan is a recipe that makes more of them.
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from isthmus._device import generator
+from isthmus._device import generator, mode
 from isthmus._device.buffer import Buffer, Signature, buffer_of
 from isthmus._device.hosts import array_from_cpu
 from isthmus._graph.schema import ABSENT, Argument
+from isthmus._runtime import private
 from isthmus._runtime.hosts import device_number
 
 if TYPE_CHECKING:
@@ -47,28 +50,61 @@ _TENSOR = """
             _buffer = _foreign({name})
         _offset = {name}.storage_offset()
         {part} = (_buffer.signature, {name}.dtype, {name}.shape, {name}.stride(), _offset != 0)
-        _inputs.append(_buffer.value)
+        {take}
         if _offset:
-            _inputs.append(_device_number(_offset))
+            _inputs.append(_offset_of(_offset))
     else:
-        {part} = {other}({name}, _inputs)"""
+        {part} = {other}({name}, _inputs, _number)"""
+_RUN = "_inputs.append(_buffer.held)"
+_RECORD = """_held = _buffer.held
+        _inputs.append(_held if type(_held) is _Node else _array_of(_buffer))"""
 
 
 def make_entry(kernel: Kernel) -> Callable[..., Any]:
     """Return the function torch calls for the kernel's op."""
-    arguments = kernel.schema.arguments
-    # Names that begin with an underscore are ours: no schema has any.
-    names = {a.name: f"{a.name}_" if keyword.iskeyword(a.name) else a.name for a in arguments}
+    source = [
+        f"    if _mode.lazy and not _tracing():\n        return _recorded({_passed_on(kernel)})",
+        *_body(kernel, _RUN),
+    ]
+    scope = {**_scope(kernel), "_plans": kernel.plans, "_new_plan": kernel.new_plan}
+    scope |= {"_mode": mode.current, "_tracing": private.is_tracing, "_recorded": _twin(kernel, scope)}
+    scope |= {"_number": device_number, "_offset_of": device_number, "_draw": _draw}
+    return _execute(source, kernel, scope)
+
+
+def _twin(kernel: Kernel, scope: dict[str, Any]) -> Callable[..., Any]:
+    """Return what records a call; it is written at the first one and takes its own place."""
+
+    def first(*args: Any, **kwargs: Any) -> Any:
+        scope["_recorded"] = twin = mode.current.recording_entry(kernel)
+        return twin(*args, **kwargs)
+
+    return first
+
+
+def make_recording_entry(kernel: Kernel, names: dict[str, Any]) -> Callable[..., Any]:
+    """Return the function that records a call; ``names`` say how inputs become nodes."""
+    body = [f"    {line}" for part in _body(kernel, _RECORD) for line in part.split("\n")]
+    start = "    with _lock:\n        if _trace.size >= _trace.limit:\n            _trace.cut()"
+    scope = {**_scope(kernel), "_plans": kernel.recipes, **names}
+    return _execute([start, *body], kernel, scope)
+
+
+def _body(kernel: Kernel, take: str) -> list[str]:
+    """Return the lines that make a key and inputs of the arguments and run the plan they find."""
+    arguments, names = kernel.schema.arguments, _names(kernel)
     parts = [f"_part_{n}" for n in range(len(arguments))]
-    body = [_part(a, names[a.name], p, kernel.dynamic[a.name]) for a, p in zip(arguments, parts, strict=True)]
+    body = [
+        _part(a, names[a.name], p, kernel.dynamic[a.name], take)
+        for a, p in zip(arguments, parts, strict=True)
+    ]
     keyed = [part for a, part in zip(arguments, parts, strict=True) if a.name != "generator"]
     extras = ["_default_dtype()"]
     if kernel.matmul:
         extras.append("_matmul_precision()")
     if kernel.schema.mutated:
         extras.append("_alias_pattern(_values)")
-    source = [
-        f"def {_function_name(kernel)}({_parameters(arguments, names)}):",
+    return [
         "    _inputs = []",
         *body,
         f"    _values = ({', '.join(names.values())}{',' if names else ''})",
@@ -79,7 +115,20 @@ def make_entry(kernel: Kernel) -> Callable[..., Any]:
         "        _plan = _new_plan(_key, _inputs, _values)",
         "    return _plan(_inputs, _values)",
     ]
-    return _execute("\n".join(source), kernel)
+
+
+def _names(kernel: Kernel) -> dict[str, str]:
+    # Names that begin with an underscore are ours: no schema has any.
+    names = [a.name for a in kernel.schema.arguments]
+    return {name: f"{name}_" if keyword.iskeyword(name) else name for name in names}
+
+
+def _passed_on(kernel: Kernel) -> str:
+    names = _names(kernel)
+    return ", ".join(
+        f"{names[a.name]}={names[a.name]}" if a.keyword_only else names[a.name]
+        for a in kernel.schema.arguments
+    )
 
 
 def _function_name(kernel: Kernel) -> str:
@@ -97,13 +146,15 @@ def _parameters(arguments: tuple[Argument, ...], names: dict[str, str]) -> str:
     return ", ".join(found)
 
 
-def _part(argument: Argument, name: str, part: str, dynamic: bool) -> str:
+def _part(argument: Argument, name: str, part: str, dynamic: bool, take: str) -> str:
     if argument.name == "generator":
         return ""
     if argument.kind == "tensor":
-        return _TENSOR.format(name=name, part=part, other="_number_part" if dynamic else "_static_part")
+        other = "_number_part" if dynamic else "_static_part"
+        return _TENSOR.format(name=name, part=part, other=other, take=take)
     if argument.kind == "tensors" or dynamic:
-        return f"    {part} = {name} if {name} is _ABSENT else _list_part({name}, {dynamic}, _inputs)"
+        listed = f"_list_part({name}, {dynamic}, _inputs, _number, _array_of, _offset_of)"
+        return f"    {part} = {name} if {name} is _ABSENT else {listed}"
     if argument.type in _EXACT:
         return f"    {part} = {name}"
     if argument.type in _EXACT_LISTS:
@@ -111,38 +162,45 @@ def _part(argument: Argument, name: str, part: str, dynamic: bool) -> str:
     return f"    {part} = _static_part({name})"
 
 
-def _execute(source: str, kernel: Kernel) -> Callable[..., Any]:
-    filename = f"<isthmus entry {kernel.op}>"
-    scope: dict[str, Any] = {
+def _scope(kernel: Kernel) -> dict[str, Any]:
+    return {
         "_ABSENT": ABSENT,
         "_Tensor": Tensor,
         "_alias_pattern": alias_pattern,
+        "_array_of": held_by,
         "_default_dtype": torch.get_default_dtype,
-        "_device_number": device_number,
-        "_draw": _draw,
         "_foreign": foreign,
         "_list_part": list_part,
         "_matmul_precision": torch.get_float32_matmul_precision,
-        "_new_plan": kernel.new_plan,
         "_number_part": number_part,
-        "_plans": kernel.plans,
         "_static_part": static_part,
     }
+
+
+def _execute(body: list[str], kernel: Kernel, scope: dict[str, Any]) -> Callable[..., Any]:
+    filename = f"<isthmus entry {kernel.op}>"
+    head = f"def {_function_name(kernel)}({_parameters(kernel.schema.arguments, _names(kernel))}):"
+    source = "\n".join([head, *body])
     exec(compile(source, filename, "exec"), scope)
     # Tracebacks and debuggers find the lines here.
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
     return scope[_function_name(kernel)]
 
 
-def number_part(value: Any, inputs: list[Any]) -> Any:
+def held_by(buffer: Buffer) -> Any:
+    """Return the array in a buffer."""
+    return buffer.held
+
+
+def number_part(value: Any, inputs: list[Any], number: Callable[[Any], Any]) -> Any:
     """Return a run-time number's part of the key, its type, and add it to the inputs."""
     if type(value) in NUMBERS:
-        inputs.append(device_number(value))
+        inputs.append(number(value))
         return type(value)
     return static_part(value)
 
 
-def static_part(value: Any, inputs: Any = None) -> Any:
+def static_part(value: Any, *_: Any) -> Any:
     """Return a static value's part of the key."""
     kind = type(value)
     if kind is float or kind is complex:
@@ -152,10 +210,17 @@ def static_part(value: Any, inputs: Any = None) -> Any:
     return (kind, value) if kind is bool else value
 
 
-def list_part(values: Any, dynamic: bool, inputs: list[Any]) -> Any:
+def list_part(
+    values: Any,
+    dynamic: bool,
+    inputs: list[Any],
+    number: Callable[[Any], Any],
+    array_of: Callable[[Buffer], Any],
+    offset_of: Callable[[int], Any],
+) -> Any:
     """Return a list's part of the key, of tensors and of numbers; a number alone is like a list of one."""
     if type(values) is not list:
-        return number_part(values, inputs) if dynamic else static_part(values)
+        return number_part(values, inputs, number) if dynamic else static_part(values)
     parts: list[Any] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -165,11 +230,11 @@ def list_part(values: Any, dynamic: bool, inputs: list[Any]) -> Any:
                 buffer = foreign(value)
             offset = value.storage_offset()
             parts += (buffer.signature, value.dtype, value.shape, value.stride(), offset != 0)
-            inputs.append(buffer.value)
+            inputs.append(array_of(buffer))
             if offset:
-                inputs.append(device_number(offset))
+                inputs.append(offset_of(offset))
         else:
-            parts.append(number_part(value, inputs) if dynamic else static_part(value))
+            parts.append(number_part(value, inputs, number) if dynamic else static_part(value))
     return tuple(parts)
 
 

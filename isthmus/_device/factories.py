@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isthmus._device.buffer import storage_length, storage_shape, wrap, wrap_strided
+from isthmus._device.buffer import storage_length, wrap, wrap_strided
 from isthmus._device.module import check_device
 from isthmus._device.private import restride
-from isthmus._device.strided import contiguous_strides
+from isthmus._graph.layout import contiguous_strides, storage_shape
 from isthmus._runtime import compiler
 from isthmus._runtime.dtypes import to_jax_dtype
 from isthmus._runtime.hosts import device_number

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from isthmus._device.buffer import Spec, buffer_of, is_dense, storage_length
+from isthmus._device.buffer import buffer_of, storage_length
 from isthmus._device.private import below_autograd
-from isthmus._device.strided import contiguous_strides
+from isthmus._graph.layout import Spec, contiguous_strides, is_dense
 from isthmus._graph.schema import schema_of
 
 META_DEVICE = torch.device("meta")

@@ -13,9 +13,10 @@ from torch._ops import OpOverload
 
 from isthmus import config
 from isthmus._device import checks
-from isthmus._device.buffer import Spec, maker
+from isthmus._device.buffer import maker
 from isthmus._device.plan import Slot, TensorSlot, store
 from isthmus._device.private import become, restride
+from isthmus._graph.layout import Spec
 from isthmus._graph.schema import schema_of
 from isthmus._ops.common import cast
 from isthmus._runtime import compiler
@@ -23,7 +24,7 @@ from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
 from isthmus.errors import LoweringError
 
 if TYPE_CHECKING:
-    from isthmus._device.build import Plan, _Builder
+    from isthmus._device.build import Builder, Plan
 
 # A value only its buffer holds is counted there, in the list of inputs and as an argument of getrefcount.
 _OWNED = 3
@@ -79,7 +80,7 @@ class Mutation:
         if not torch.can_cast(found, dtype):
             raise LoweringError(f"result type {found} can't be cast to the desired output type {dtype}")
 
-    def plan(self, builder: _Builder, specs: list[Spec], inputs: list[Any]) -> Plan:
+    def plan(self, builder: Builder, specs: list[Spec], inputs: list[Any]) -> Plan:
         """Return how a call runs: compute, rebind the storages, resize what must be."""
         donated = tuple(self.slots[group].index for group in self.order)
         variants = Variants(builder, donated, any(self.resized))
@@ -100,9 +101,9 @@ class Mutation:
                 if restrided or builder.traced:
                     buffer.rebind(value)
                 else:
-                    buffer.value = value
+                    buffer.held = value
             if restrided:
-                _restride(targets, resized)
+                restride_all(targets, resized)
             if count:
                 fresh = [make(o) for make, o in zip(makers, outputs, strict=False)]
                 return fresh[0] if returns == 1 else tuple(fresh)
@@ -114,7 +115,7 @@ class Mutation:
 class Variants:
     """One program compiled at most twice: with its targets' memory reused, and without."""
 
-    def __init__(self, builder: _Builder, donated: tuple[int, ...], resized: bool) -> None:
+    def __init__(self, builder: Builder, donated: tuple[int, ...], resized: bool) -> None:
         self.builder, self.donated, self.fixed = builder, donated, resized or builder.traced
         self.calls: dict[bool, Callable[..., Any]] = {}
 
@@ -160,7 +161,8 @@ def _tensor_slots(slot: Slot) -> list[TensorSlot]:
     return [s for s in (slot if isinstance(slot, list) else [slot]) if isinstance(s, TensorSlot)]
 
 
-def _restride(targets: list[Tensor], resized: list[Spec | None]) -> None:
+def restride_all(targets: list[Tensor], resized: list[Spec | None]) -> None:
+    """Give resized targets their new layouts."""
     for target, spec in zip(targets, resized, strict=True):
         if spec is not None:
             become(target, restride(target, spec.size, spec.stride))

@@ -33,7 +33,8 @@ def from_bytes(data: Any) -> Storage:
 
 def give_dtype(storage: Any, dtype: torch.dtype, size: Any, stride: Any) -> None:
     """Put the bytes of a new storage on the device as ``dtype``, in the shape its first tensor shows."""
-    from isthmus._device.buffer import Buffer, Signature, storage_shape
+    from isthmus._device.buffer import Buffer, Signature
+    from isthmus._graph.layout import storage_shape
     from isthmus._runtime.dtypes import to_jax_dtype
     from isthmus._runtime.hosts import from_numpy
 

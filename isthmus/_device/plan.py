@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import torch
 
 from isthmus._device import strided
-from isthmus._device.buffer import Spec, is_dense, storage_order, storage_shape
+from isthmus._graph.layout import Spec, contiguous_strides, is_dense, storage_order, storage_shape
 from isthmus._ops.common import Number, cast
 from isthmus._ops.reinterpret import reinterpret
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
@@ -109,7 +109,7 @@ def contiguous_specs(function: Callable[..., Any], examples: Sequence[Any]) -> l
 
 
 def _contiguous(leaf: Any) -> Spec:
-    return Spec(leaf.shape, strided.contiguous_strides(leaf.shape), to_torch_dtype(leaf.dtype))
+    return Spec(leaf.shape, contiguous_strides(leaf.shape), to_torch_dtype(leaf.dtype))
 
 
 def flatten(result: Any) -> list[Any]:

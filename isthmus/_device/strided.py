@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from isthmus._graph.layout import contiguous_strides, span
+
 Array = Any
 Ints = tuple[int, ...]
 
@@ -35,22 +37,6 @@ class Grid:
     def whole(self) -> bool:
         """Whether the view takes every element of the grid."""
         return self.count == self.shape
-
-
-def contiguous_strides(size: Sequence[int]) -> Ints:
-    """Return the strides of a row-major array of this size."""
-    strides, step = [], 1
-    for n in reversed(size):
-        strides.append(step)
-        step *= max(n, 1)
-    return tuple(reversed(strides))
-
-
-def span(size: Sequence[int], stride: Sequence[int]) -> int:
-    """Return how many elements of storage a view covers from its first to its last."""
-    if 0 in size:
-        return 0
-    return 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
 
 
 def read(value: Array, size: Ints, stride: Ints, offset: Any = 0) -> Array:

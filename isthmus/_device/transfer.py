@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from isthmus._device import checks
-from isthmus._device.buffer import buffer_of, is_dense, storage_order, wrap, wrap_strided
+from isthmus._device.buffer import buffer_of, wrap, wrap_strided
 from isthmus._device.conjugate import apply_bits, bare, is_lazy, resolve
 from isthmus._device.dispatch import kernel_for
 from isthmus._device.hosts import array_from_cpu, array_from_cuda, cpu_from_array, cuda_from_array
 from isthmus._device.module import check_device
+from isthmus._graph.layout import is_dense, storage_order
 from isthmus._runtime import counters
 from isthmus._runtime.dtypes import to_jax_dtype
 
@@ -25,18 +26,15 @@ _cast = kernel_for(_aten._to_copy.default)
 def array_of(tensor: Tensor) -> Any:
     """Return the elements a "jax" tensor shows, as an array of its shape and dtype."""
     tensor = resolve(tensor)
-    whole = _whole(tensor)
-    if whole is None:
-        whole = buffer_of(_clone(tensor, memory_format=torch.contiguous_format)).value
-    return whole
+    shown = tensor if _is_whole(tensor) else _clone(tensor, memory_format=torch.contiguous_format)
+    return buffer_of(shown).value
 
 
-def _whole(tensor: Tensor) -> Any:
-    """Return the value of the tensor's storage if the tensor shows all of it as it is, else None."""
-    buffer = buffer_of(tensor)
-    signature = buffer.signature
+def _is_whole(tensor: Tensor) -> bool:
+    """Return whether the tensor shows all of its storage as it is."""
+    signature = buffer_of(tensor).signature
     same = signature.shape == tensor.shape and tensor.storage_offset() == 0 and tensor.is_contiguous()
-    return buffer.value if same and signature.dtype == to_jax_dtype(tensor.dtype) else None
+    return same and signature.dtype == to_jax_dtype(tensor.dtype)
 
 
 def copy_(self: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
@@ -46,7 +44,7 @@ def copy_(self: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
     arrived = resolve(src) if src.device.type == "jax" else from_other(src)
     if is_lazy(self):
         _copy(bare(self), apply_bits(arrived, self))
-    elif arrived is not src and _whole(self) is not None and _same_kind(self, arrived):
+    elif arrived is not src and _is_whole(self) and _same_kind(self, arrived):
         buffer_of(self).rebind(buffer_of(arrived).value)
     else:
         _copy(self, arrived)

@@ -11,7 +11,7 @@ from torch import Tensor
 from isthmus._device import objects
 from isthmus._device.buffer import buffer_of, storage_length
 from isthmus._device.private import META, become, empty_tensor, redispatch_to_meta, restride
-from isthmus._device.strided import contiguous_strides, span
+from isthmus._graph.layout import contiguous_strides, span
 from isthmus._runtime.compiler import scoped_x64
 
 _aten = torch.ops.aten

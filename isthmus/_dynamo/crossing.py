@@ -8,9 +8,8 @@ import jax
 import torch
 from torch import Tensor
 
-from isthmus._device.buffer import is_dense, storage_order
 from isthmus._device.hosts import array_from_cpu, cpu_from_array
-from isthmus._device.strided import span
+from isthmus._graph.layout import is_dense, span, storage_order
 from isthmus._runtime import counters
 from isthmus._runtime.compiler import platform, scoped_x64
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype

@@ -10,8 +10,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from isthmus._device.buffer import Spec, is_dense
-from isthmus._device.strided import contiguous_strides
+from isthmus._graph.layout import Spec, contiguous_strides, is_dense
 from isthmus._ops.views import VIEWS
 
 _VIEWING = {*VIEWS, torch.ops.aten.as_strided.default, operator.getitem}

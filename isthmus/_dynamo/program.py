@@ -11,17 +11,18 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from isthmus._device import checks
+from isthmus._device import checks, mode
 from isthmus._device.entry import alias_pattern, static_part
 from isthmus._device.hosts import copied
 from isthmus._device.plan import Slot, Static, TensorSlot, slot_for
-from isthmus._device.strided import read, span
+from isthmus._device.strided import read
 from isthmus._dynamo import crossing, record
 from isthmus._dynamo.evaluate import Evaluation
 from isthmus._dynamo.layout import Symbols
 from isthmus._dynamo.options import Options
 from isthmus._dynamo.random import NO_WORDS, Draw
 from isthmus._dynamo.returns import Returns
+from isthmus._graph.layout import span
 from isthmus._ops.checks import collecting
 from isthmus._ops.reinterpret import reinterpret
 from isthmus._runtime import compiler
@@ -75,6 +76,8 @@ def _gather(args: list[Any]) -> tuple[list[Any], list[Any]]:
     """Return what a program is compiled for, and its inputs: an array for each tensor, an offset where it has one."""
     key: list[Any] = []
     inputs: list[Any] = []
+    if mode.current.lazy:
+        mode.current.materialise()
     for arg in args:
         if isinstance(arg, Tensor):
             try:
@@ -85,7 +88,7 @@ def _gather(args: list[Any]) -> tuple[list[Any], list[Any]]:
                 continue
             offset = arg.storage_offset()
             key.append((buffer.signature, arg.dtype, arg.shape, arg.stride(), offset != 0))
-            inputs.append(buffer.value)
+            inputs.append(buffer.held)
             if offset:
                 inputs.append(device_number(offset))
         else:
@@ -197,7 +200,7 @@ def _rebinder(places: list[int], slots: list[Any], here: bool) -> Callable[[list
     def rebind(args: list[Any], outputs: Sequence[Any]) -> None:
         targets = [args[at] for at in places]
         for target, value in zip(targets, outputs, strict=False):
-            target.untyped_storage()._buffer.value = value  # type: ignore[attr-defined]
+            target.untyped_storage()._buffer.held = value  # type: ignore[attr-defined]
         if not targets[0].is_inference():
             torch.autograd.graph.increment_version(targets)
 
@@ -205,7 +208,7 @@ def _rebinder(places: list[int], slots: list[Any], here: bool) -> Callable[[list
         for at, slot, value in zip(places, slots, outputs, strict=False):
             target = args[at]
             if target.device.type == "jax":
-                target.untyped_storage()._buffer.value = value
+                target.untyped_storage()._buffer.held = value
                 torch.autograd.graph.increment_version(target)
                 continue
             with torch.no_grad():

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from isthmus._device.buffer import Spec, maker
+from isthmus._device.buffer import maker
 from isthmus._device.plan import store
 from isthmus._device.private import restride
 from isthmus._dynamo import crossing
 from isthmus._dynamo.layout import Symbols, root_of
+from isthmus._graph.layout import Spec
 
 _Wrap = Callable[[list[Any], list[Any]], Any]
 

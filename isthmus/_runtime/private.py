@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax._src.core import trace_state_clean
 
 
 def fast_call(compiled: jax.stages.Compiled) -> Callable[..., Any]:
@@ -19,6 +20,11 @@ def fast_call(compiled: jax.stages.Compiled) -> Callable[..., Any]:
 def is_traced(values: Sequence[Any]) -> bool:
     """Return whether any of ``values`` is a JAX tracer."""
     return any(isinstance(value, jax.core.Tracer) for value in values)
+
+
+def is_tracing() -> bool:
+    """Return whether JAX is tracing on this thread."""
+    return not trace_state_clean()
 
 
 def cudnn_attention(query: Any, key: Any, value: Any, is_causal: bool, scale: float) -> tuple[Any, Any]:

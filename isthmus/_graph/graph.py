@@ -1,0 +1,136 @@
+"""A graph: the nodes some outputs need, in an order in which they can be computed, and what it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from isthmus._graph.nodes import Call, Input, Item, Leaf, Node, reachable
+from isthmus._graph.schema import schema_of
+from isthmus.errors import IsthmusError
+
+_ORDER = {"array": 0, "number": 1, "offset": 2, "draw": 3}
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A pure function: ``inputs`` are its leaves, arrays first; ``nodes`` are calls, each after what it needs."""
+
+    inputs: tuple[Node, ...]
+    nodes: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+
+    @classmethod
+    def of(cls, outputs: Sequence[Node]) -> Graph:
+        """Return the graph that computes these nodes and nothing else."""
+        kept = list(reachable(outputs))
+        leaves = [n for n in kept if isinstance(n.call, Leaf)]
+        return cls(
+            tuple(sorted(leaves, key=_place)),
+            tuple(n for n in kept if not isinstance(n.call, Leaf)),
+            tuple(outputs),
+        )
+
+    def __str__(self) -> str:
+        from isthmus._graph.text import text
+
+        return text(self)
+
+
+def _place(node: Node) -> tuple[Any, ...]:
+    leaf = node.call
+    assert isinstance(leaf, Leaf)
+    return (_ORDER[leaf.kind], str(leaf.type.dtype) if leaf.kind == "number" else "", leaf.index)
+
+
+class Backend(Protocol):
+    """What runs graphs: the one thing an accelerator has to bring.
+
+    ``compile`` returns a function that is called with a value for each of the graph's inputs: a contiguous CPU tensor
+    for an array, a Python number for a number or an offset, a CPU tensor of four uint32 words for a draw. It returns
+    a CPU tensor for each output.
+    """
+
+    def compile(self, graph: Graph) -> Callable[..., Sequence[Any]]:
+        """Return the function that runs the graph."""
+
+
+def evaluate(
+    graph: Graph,
+    values: Sequence[Any],
+    run: Callable[[Node, list[Any]], Any],
+) -> list[Any]:
+    """Compute a graph: ``run`` gets a call's node and its inputs, and returns a list where it has several results."""
+    found: dict[Node, Any] = dict(zip(graph.inputs, values, strict=True))
+    # What is no longer needed is let go, so that memory is bounded as an eager program's is.
+    last = {given: n for n in graph.nodes for given in n.inputs}
+    kept = set(graph.outputs)
+    for n in graph.nodes:
+        given = [found[i] for i in n.inputs]
+        found[n] = given[0][n.call.index] if isinstance(n.call, Item) else run(n, given)
+        for i in n.inputs:
+            if last[i] is n and i not in kept:
+                found.pop(i, None)
+    return [found[output] for output in graph.outputs]
+
+
+def arguments_of(call: Call, values: Sequence[Any]) -> dict[str, Any]:
+    """Return every argument of a call by its schema's name, inputs filled in and defaults added."""
+    given = {a.name: a.default for a in schema_of(call.op).arguments if a.has_default}
+    return given | {name: fill(value, values) for name, value in call.arguments}
+
+
+def fill(value: Any, values: Sequence[Any]) -> Any:
+    """Return an argument with its inputs filled in, tuples as lists."""
+    if isinstance(value, Input):
+        return values[value.index]
+    return [fill(item, values) for item in value] if isinstance(value, tuple) else value
+
+
+def check(graph: Graph) -> None:
+    """Raise unless the graph is valid: closed, ordered, made of functional calls whose inputs are all there.
+
+    1. Every input of a node is an input of the graph or an earlier node, and so is every output.
+    2. Inputs are leaves, each once; nodes are calls and items, each once.
+    3. A call's op changes none of its arguments, its arguments are the schema's, and each of its inputs is named.
+    4. A node with several results is read through items only.
+    """
+    known = set(graph.inputs)
+    _demand(len(known) == len(graph.inputs), "an input is there twice")
+    _demand(all(isinstance(n.call, Leaf) for n in graph.inputs), "an input is not a leaf")
+    for n in graph.nodes:
+        _demand(n not in known, f"{n} is there twice")
+        _demand(all(given in known for given in n.inputs), f"{n} comes before what it needs")
+        known.add(n)
+        if isinstance(n.call, Item):
+            _demand(len(n.inputs) == 1 and len(n.inputs[0].types) > n.call.index, f"{n} has no such result")
+            continue
+        _demand(isinstance(n.call, Call), f"{n} is neither a call nor an item")
+        _check_call(n)
+    _demand(all(output in known for output in graph.outputs), "an output is not computed")
+    _demand(all(len(output.types) == 1 for output in graph.outputs), "an output has several results")
+
+
+def _check_call(node: Node) -> None:
+    call = node.call
+    assert isinstance(call, Call)
+    schema = schema_of(call.op)
+    _demand(not schema.mutated, f"{call.op} writes to its arguments")
+    names = {a.name for a in schema.arguments}
+    _demand(all(name in names for name, _ in call.arguments), f"{call.op} has no such argument")
+    used = {n for _, value in call.arguments for n in _inputs_in(value)}
+    used |= {len(node.inputs) - 1} if call.random else set()
+    _demand(used == set(range(len(node.inputs))), f"{call.op} does not name its inputs")
+    _demand(all(len(i.types) == 1 for i in node.inputs), f"{call.op} reads several results as one")
+
+
+def _inputs_in(value: Any) -> list[int]:
+    if isinstance(value, Input):
+        return [value.index]
+    return [n for item in value for n in _inputs_in(item)] if isinstance(value, tuple) else []
+
+
+def _demand(ok: bool, message: str) -> None:
+    if not ok:
+        raise IsthmusError(f"this graph is not valid: {message}")

@@ -1,0 +1,62 @@
+"""Sizes and strides: what a layout covers of its storage, and the shape a storage is kept in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+Ints = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Layout and dtype of a tensor."""
+
+    size: Ints
+    stride: Ints
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Spec:
+        """Return the spec of a tensor."""
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+
+
+def contiguous_strides(size: Sequence[int]) -> Ints:
+    """Return the strides of a row-major array of this size."""
+    strides, step = [], 1
+    for n in reversed(size):
+        strides.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(strides))
+
+
+def span(size: Sequence[int], stride: Sequence[int]) -> int:
+    """Return how many elements of storage a view covers from its first to its last."""
+    if 0 in size:
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+
+
+def is_dense(size: Ints, stride: Ints) -> bool:
+    """Return whether a layout fills its storage without gaps or overlaps."""
+    order = storage_order(size, stride)
+    dense = tuple(size[d] for d in order)
+    return 0 in size or tuple(stride[d] for d in order) == contiguous_strides(dense)
+
+
+def storage_shape(size: Ints, stride: Ints) -> Ints:
+    """Return the shape in which a new storage for this layout is kept.
+
+    A dense layout keeps its dims in the order of their strides, so that reading it is a transpose.
+    """
+    if is_dense(size, stride):
+        return tuple(size[d] for d in storage_order(size, stride))
+    return (span(size, stride),)
+
+
+def storage_order(size: Ints, stride: Ints) -> list[int]:
+    """Return the dims from the largest stride to the smallest."""
+    return sorted(range(len(size)), key=lambda d: (-stride[d], d))

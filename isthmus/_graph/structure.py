@@ -1,0 +1,128 @@
+"""Calls that read a view from the value of a storage, and write one back: view, permute, as_strided and its scatter."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from isthmus._graph.layout import (
+    Spec,
+    contiguous_strides,
+    is_dense,
+    storage_order,
+    storage_shape,
+)
+from isthmus._graph.nodes import Call, Input, Type, call_of
+
+_aten = torch.ops.aten
+VIEWS = frozenset(
+    {
+        _aten.view.default,
+        _aten.view.dtype,
+        _aten.permute.default,
+        _aten.expand.default,
+        _aten.as_strided.default,
+    }
+)
+
+
+def read(storage: Type, spec: Spec, offset: bool) -> list[Call]:
+    """Return the calls, one after another, that read a view of a storage; with an offset it is the last one's input."""
+    calls, typed = _typed(storage, spec.dtype)
+    size, stride = spec.size, spec.stride
+    if offset:
+        return [*calls, _strided(typed, spec, with_offset=True)]
+    if typed.size == size and stride == contiguous_strides(size):
+        return calls
+    if math.prod(typed.size) == math.prod(size):
+        if stride == contiguous_strides(size):
+            return [*calls, view(typed, size)]
+        if is_dense(size, stride):
+            order = storage_order(size, stride)
+            kept = tuple(size[d] for d in order)
+            back = tuple(order.index(d) for d in range(len(size)))
+            if typed.size != kept:
+                calls.append(view(typed, kept))
+            return [*calls, permute(Type(kept, spec.dtype), back)]
+    return [*calls, _strided(typed, spec, with_offset=False)]
+
+
+def _typed(storage: Type, dtype: torch.dtype) -> tuple[list[Call], Type]:
+    """Return the calls that make a storage one of another dtype, and what it is then."""
+    if storage.dtype == dtype:
+        return [], storage
+    flat = Type((math.prod(storage.size),), storage.dtype)
+    typed = Type((storage.nbytes // dtype.itemsize,), dtype)
+    again = call_of(_aten.view.dtype, {"self": Input(0), "dtype": dtype}, [typed])
+    return ([] if storage.size == flat.size else [view(storage, flat.size)]) + [again], typed
+
+
+def _strided(storage: Type, spec: Spec, *, with_offset: bool) -> Call:
+    arguments = {"self": Input(0), "size": spec.size, "stride": spec.stride}
+    if with_offset:
+        arguments["storage_offset"] = Input(1)
+    return call_of(_aten.as_strided.default, arguments, [Type(spec.size, storage.dtype)])
+
+
+def view(value: Type, size: tuple[int, ...]) -> Call:
+    """Return the call that gives a value another size."""
+    return call_of(_aten.view.default, {"self": Input(0), "size": size}, [Type(size, value.dtype)])
+
+
+def permute(value: Type, order: tuple[int, ...]) -> Call:
+    """Return the call that reorders a value's dims."""
+    found = Type(tuple(value.size[d] for d in order), value.dtype)
+    return call_of(_aten.permute.default, {"self": Input(0), "dims": order}, [found])
+
+
+def cast(value: Type, dtype: torch.dtype) -> list[Call]:
+    """Return the call that gives a value another dtype, if it needs one."""
+    if value.dtype == dtype:
+        return []
+    return [call_of(_aten._to_copy.default, {"self": Input(0), "dtype": dtype}, [Type(value.size, dtype)])]
+
+
+def expand(value: Type, size: tuple[int, ...]) -> list[Call]:
+    """Return the call that repeats a value up to ``size``, if it needs one."""
+    if value.size == size:
+        return []
+    return [call_of(_aten.expand.default, {"self": Input(0), "size": size}, [Type(size, value.dtype)])]
+
+
+def store(spec: Spec) -> list[Call]:
+    """Return the calls that lay a dense result of this spec out as its new storage."""
+    order = tuple(storage_order(spec.size, spec.stride))
+    if order == tuple(range(len(order))) or 0 in spec.size:
+        return []
+    return [permute(Type(spec.size, spec.dtype), order)]
+
+
+def blank(spec: Spec) -> Call:
+    """Return the call that makes a storage of zeros for this spec."""
+    size = storage_shape(spec.size, spec.stride)
+    return call_of(_aten.zeros.default, {"size": size, "dtype": spec.dtype}, [Type(size, spec.dtype)])
+
+
+def replaces(storage: Type, spec: Spec, offset: bool) -> list[Call] | None:
+    """Return the calls that turn a view's new elements into the whole storage, or None if some of the old remain."""
+    size, stride = spec.size, spec.stride
+    if offset or storage.dtype != spec.dtype or math.prod(storage.size) != math.prod(size):
+        return None
+    if not is_dense(size, stride) or 0 in size:
+        return None
+    calls = store(spec)
+    now = calls[-1].types[0] if calls else Type(size, spec.dtype)
+    assert now is not None
+    return calls if now.size == storage.size else [*calls, view(now, storage.size)]
+
+
+def scatter(storage: Type, spec: Spec, offset: bool) -> tuple[list[Call], Call, list[Call]]:
+    """Return the calls before, at and after a write: the storage in the view's dtype, the write, the way back."""
+    before, typed = _typed(storage, spec.dtype)
+    arguments = {"self": Input(0), "src": Input(1), "size": spec.size, "stride": spec.stride}
+    if offset:
+        arguments["storage_offset"] = Input(2)
+    write = call_of(_aten.as_strided_scatter.default, arguments, [typed])
+    after, flat = _typed(typed, storage.dtype)
+    return before, write, after if flat.size == storage.size else [*after, view(flat, storage.size)]

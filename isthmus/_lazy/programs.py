@@ -1,0 +1,118 @@
+"""Running what was recorded: one program for everything somebody can still read, found again by its outputs."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from sys import getrefcount
+from typing import Any
+
+from isthmus import config
+from isthmus._device import checks
+from isthmus._device.buffer import Buffer, Lost
+from isthmus._graph.graph import Graph
+from isthmus._graph.nodes import TABLE, Leaf, Node, forget_all_but
+from isthmus._lazy.trace import trace
+from isthmus._lazy.xla import XlaProgram
+from isthmus._runtime import counters
+
+# An array nobody else holds is counted in the trace and as an argument of getrefcount.
+_OWNED = 2
+_NODES = 200_000
+
+
+class Family:
+    """The programs of one graph: for each set of offsets compiled in, and of inputs that die."""
+
+    def __init__(self, outputs: tuple[Node, ...]) -> None:
+        self.unique = tuple(dict.fromkeys(outputs))
+        self.graph = Graph.of(self.unique)
+        leaves = [n.call for n in self.graph.inputs if isinstance(n.call, Leaf)]
+        self.fixed = [leaf.index for leaf in leaves if leaf.kind == "offset"]
+        self.moving: list[int] = []
+        self.seen: list[int] = []
+        self.used = frozenset(leaf.index for leaf in leaves if leaf.kind == "array")
+        self.programs: dict[Any, XlaProgram] = {}
+
+    def find(self, dying: frozenset[int]) -> XlaProgram:
+        """Return the program for the trace's offsets; an offset that has changed since is an input from then on."""
+        offsets = [trace.offsets[at] for at in self.fixed]
+        key = (tuple(offsets), dying)
+        found = self.programs.get(key)
+        if found is not None:
+            return found
+        if self.seen and offsets != self.seen:
+            pairs = zip(self.fixed, offsets, self.seen, strict=True)
+            self.moving += [at for at, new, old in pairs if new != old]
+            self.fixed = [at for at in self.fixed if at not in self.moving]
+            self.programs.clear()
+        self.seen = [trace.offsets[at] for at in self.fixed]
+        fixed = dict(zip(self.fixed, self.seen, strict=True))
+        found = XlaProgram(self.graph, fixed, self.moving, dying, trace.lines)
+        self.programs[(tuple(self.seen), dying)] = found
+        return found
+
+
+_families: OrderedDict[tuple[Node, ...], Family] = OrderedDict()
+
+
+def materialise() -> None:
+    """Run everything recorded whose result somebody can still read."""
+    with trace.lock:
+        live = trace.live()
+        if not live:
+            trace.reset()
+            return
+        try:
+            outputs, errors = _run(live)
+        except Exception as error:
+            _restore(live, error)
+            trace.reset()
+            raise
+        for buffer, value in zip(live, outputs, strict=False):
+            buffer.held = value
+        trace.reset()
+        if len(TABLE) > _NODES:
+            forget_all_but(n for outputs in _families for n in outputs)
+    if errors:
+        checks.postpone(errors)
+
+
+def _run(live: list[Buffer]) -> tuple[list[Any], list[Any]]:
+    """Return the arrays of these buffers, and the conditions their program requires."""
+    wanted = tuple([buffer.held for buffer in live])
+    family = _families.get(wanted)
+    if family is None:
+        family = _families[wanted] = Family(wanted)
+        while len(_families) > config.programs:
+            _families.popitem(last=False)
+    else:
+        _families.move_to_end(wanted)
+    program = family.find(_dying(family.used))
+    found = program(trace)
+    counters.count("programs run")
+    count = len(family.unique)
+    flags = [(flag, *error) for flag, error in zip(found[count:], program.errors, strict=True)]
+    if count == len(wanted):
+        return list(found[:count]), flags
+    values = dict(zip(family.unique, found, strict=False))
+    return [values[n] for n in wanted], flags
+
+
+def _dying(used: frozenset[int]) -> frozenset[int]:
+    """Return the leaves that only the trace holds."""
+    if config.donate != "auto":
+        return frozenset()
+    arrays = trace.arrays
+    return frozenset([at for at in used if getrefcount(arrays[at]) == _OWNED])
+
+
+def _restore(live: list[Buffer], error: Exception) -> None:
+    """Give buffers the contents they had when recording began; what had none is lost."""
+    # The arrays are gone from the trace if the program was given them.
+    before = {id(origin()): array for origin, array in zip(trace.origins, trace.arrays, strict=False)}
+    for buffer in live:
+        array = before.get(id(buffer))
+        if array is not None and not array.is_deleted() and array.shape == buffer.signature.shape:
+            buffer.held = array
+        else:
+            buffer.held = Lost(error)

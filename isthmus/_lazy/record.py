@@ -1,0 +1,13 @@
+"""Hands the recorder to the device."""
+
+from __future__ import annotations
+
+from isthmus._device import mode
+from isthmus._lazy.programs import materialise
+from isthmus._lazy.recipe import recording_entry
+
+
+def install() -> None:
+    """Let the device record ops in lazy mode."""
+    mode.current.materialise = materialise
+    mode.current.recording_entry = recording_entry

@@ -1,0 +1,120 @@
+"""The trace: what has been recorded and not run. One for the process, emptied whenever it runs.
+
+Recording takes the lock for the length of one op, so that a program never runs between the reading of a value and
+the node made of it. What is read from outside becomes a leaf, numbered in the order of its first use.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+from weakref import ref
+
+import torch
+
+from isthmus import config
+from isthmus._device import generator
+from isthmus._device.buffer import Buffer
+from isthmus._graph.nodes import Node, Type, leaf
+from isthmus._runtime.dtypes import to_torch_dtype
+from isthmus._runtime.hosts import NUMBER_DTYPES
+
+_NUMBERS = {kind: to_torch_dtype(dtype) for kind, dtype in NUMBER_DTYPES.items()}
+_TYPES = {dtype: Type((), dtype) for dtype in [*_NUMBERS.values(), torch.uint64]}
+_OFFSET = Type((), torch.int64)
+_WORDS = Type((4,), torch.uint32)
+_LARGEST = 2**63 - 1
+
+
+class Trace:
+    """Leaves in the order they were met, and the buffers whose contents are nodes."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.arrays: list[Any] = []
+        self.origins: list[ref[Buffer]] = []
+        self.places: dict[int, int] = {}
+        # Nodes of leaves by their place: those of arrays differ from trace to trace, the others never do.
+        self.array_nodes: list[Node] = []
+        self.number_nodes: dict[torch.dtype, list[Node]] = {dtype: [] for dtype in _TYPES}
+        self.offset_nodes: list[Node] = []
+        self.numbers: dict[torch.dtype, list[Any]] = {dtype: [] for dtype in _TYPES}
+        self.offsets: list[int] = []
+        self.draws: list[Any] = []
+        self.generators: list[torch.Generator | None] = []
+        self.pending: list[ref[Buffer]] = []
+        self.lines: dict[Node, str] = {}
+        self.size = self.epoch = 0
+        self.limit = config.graph_size
+
+    def array(self, buffer: Buffer) -> Node:
+        """Return the leaf of a buffer whose contents are an array, or what it holds already."""
+        held = buffer.held
+        if type(held) is Node:
+            return held
+        at = self.places.get(id(buffer))
+        # A buffer that died may have left its address to another, but not its array.
+        if at is not None and self.arrays[at] is held:
+            return self.array_nodes[at]
+        at = self.places[id(buffer)] = len(self.arrays)
+        self.arrays.append(buffer.value)
+        self.origins.append(ref(buffer))
+        signature = buffer.signature
+        found = leaf("array", at, Type(signature.shape, to_torch_dtype(signature.dtype)))
+        self.array_nodes.append(found)
+        return found
+
+    def number(self, value: Any) -> Node:
+        """Return a new leaf for a Python number: two that are equal now may not be in the next step."""
+        kind = type(value)
+        dtype = _NUMBERS[kind]
+        if kind is int and value > _LARGEST:
+            dtype = torch.uint64
+        numbers, nodes = self.numbers[dtype], self.number_nodes[dtype]
+        at = len(numbers)
+        if at == len(nodes):
+            nodes.append(leaf("number", at, _TYPES[dtype], kind))
+        numbers.append(value)
+        return nodes[at]
+
+    def offset(self, value: int) -> Node:
+        """Return a new leaf for where a view starts."""
+        at = len(self.offsets)
+        if at == len(self.offset_nodes):
+            self.offset_nodes.append(leaf("offset", at, _OFFSET, int))
+        self.offsets.append(value)
+        return self.offset_nodes[at]
+
+    def draw(self, given: Any) -> Node:
+        """Return a new leaf for the words a random op draws."""
+        given = given if isinstance(given, torch.Generator) else None
+        at = len(self.draws)
+        self.draws.append(generator.draw(given))
+        self.generators.append(given)
+        return leaf("draw", at, _WORDS)
+
+    def hold(self, buffer: Buffer, node: Node) -> None:
+        """Make a node the contents of a buffer that exists."""
+        if type(buffer.held) is not Node:
+            self.pending.append(ref(buffer))
+        buffer.held = node
+
+    def live(self) -> list[Buffer]:
+        """Return the buffers somebody can still read whose contents are nodes."""
+        found = [reference() for reference in self.pending]
+        return [buffer for buffer in found if buffer is not None and type(buffer.held) is Node]
+
+    def reset(self) -> None:
+        """Forget everything recorded."""
+        for held in (self.arrays, self.origins, self.array_nodes, self.offsets, self.draws, self.generators):
+            held.clear()
+        for numbers in self.numbers.values():
+            numbers.clear()
+        self.places.clear()
+        self.pending.clear()
+        self.lines.clear()
+        self.size, self.limit = 0, config.graph_size
+        self.epoch += 1
+
+
+trace = Trace()

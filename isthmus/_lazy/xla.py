@@ -1,0 +1,204 @@
+"""Graphs as XLA programs: every call by its lowering or torch's decomposition, every view by its strides."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from isthmus._device import decompose, strided
+from isthmus._device.build import random_key
+from isthmus._device.plan import flatten
+from isthmus._graph.graph import Graph, arguments_of, evaluate
+from isthmus._graph.nodes import Call, Leaf, Node
+from isthmus._lazy.trace import Trace
+from isthmus._ops.checks import collecting
+from isthmus._ops.common import Number
+from isthmus._ops.registry import lowering_of
+from isthmus._ops.reinterpret import reinterpret
+from isthmus._runtime import compiler
+from isthmus._runtime.dtypes import to_jax_dtype
+from isthmus._runtime.hosts import from_numpy
+from isthmus.errors import IsthmusError
+
+Array = Any
+_aten = torch.ops.aten
+
+
+class XlaProgram:
+    """A graph compiled for XLA; offsets at ``moving`` places are run-time inputs, the others are compiled in."""
+
+    def __init__(
+        self, graph: Graph, offsets: dict[int, int], moving: Sequence[int], dying: frozenset[int], lines: Any
+    ) -> None:
+        self.graph, self.fixed, self.moving = graph, offsets, list(moving)
+        self.lines = lines
+        leaves = [n.call for n in graph.inputs if isinstance(n.call, Leaf)]
+        self.arrays = [leaf for leaf in leaves if leaf.kind == "array"]
+        self.packs = _pack_sizes(leaves)
+        self.draws = 1 + max((leaf.index for leaf in leaves if leaf.kind == "draw"), default=-1)
+        self.errors: list[tuple[type[Exception], str]] = []
+        self._last: dict[torch.dtype, tuple[bytes, Array]] = {}
+        self.executable = compiler.build(
+            self._compute, self._examples(), self._donated(dying), title="a step"
+        )
+        self.lines = None
+
+    def _examples(self) -> list[jax.ShapeDtypeStruct]:
+        shapes = [(leaf.type.size, to_jax_dtype(leaf.type.dtype)) for leaf in self.arrays]
+        shapes += [((n,), to_jax_dtype(dtype)) for dtype, n in self.packs.items()]
+        shapes += [((len(self.moving),), np.dtype(np.int64))] if self.moving else []
+        shapes += [((self.draws, 4), np.dtype(np.uint32))] if self.draws else []
+        return [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+
+    def _donated(self, dying: frozenset[int]) -> tuple[int, ...]:
+        """Return the inputs whose memory outputs can take: they die, and an output is of their kind."""
+        room = Counter(output.type for output in dict.fromkeys(self.graph.outputs))
+        found = []
+        for at, leaf in enumerate(self.arrays):
+            if leaf.index in dying and room[leaf.type]:
+                room[leaf.type] -= 1
+                found.append(at)
+        return tuple(found)
+
+    def _compute(self, *inputs: Array) -> tuple[Array, ...]:
+        left = iter(inputs)
+        arrays = {leaf.index: next(left) for leaf in self.arrays}
+        packs = {dtype: next(left) for dtype in self.packs}
+        places = dict(zip(self.moving, next(left), strict=True)) if self.moving else {}
+        draws = next(left) if self.draws else None
+        self.errors = []
+
+        def value(leaf: Leaf) -> Any:
+            if leaf.kind == "array":
+                return arrays[leaf.index]
+            if leaf.kind == "number":
+                return Number(packs[leaf.type.dtype][leaf.index], leaf.number)
+            if leaf.kind == "draw":
+                assert draws is not None
+                return draws[leaf.index]
+            return places[leaf.index] if leaf.index in places else self.fixed[leaf.index]
+
+        flags: list[Array] = []
+
+        def run(node: Node, given: list[Any]) -> Any:
+            assert isinstance(node.call, Call)
+            with collecting() as found, self._naming(node):
+                result = run_call(node.call, given)
+            flags.extend(found.flags)
+            self.errors += [(kind, self._at(node, message)) for kind, message in found.errors]
+            return result
+
+        leaves = [value(n.call) for n in self.graph.inputs if isinstance(n.call, Leaf)]
+        return (*evaluate(self.graph, leaves, run), *flags)
+
+    def _at(self, node: Node, message: str) -> str:
+        line = self.lines.get(node, "")
+        return f"{message} (recorded at {line})" if line else message
+
+    @contextlib.contextmanager
+    def _naming(self, node: Node) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            assert isinstance(node.call, Call)
+            where = self.lines.get(node) or 'set isthmus.config.lines = "on" to see where'
+            raise IsthmusError(f"{node.call.op} could not be compiled ({where}): {error}") from error
+
+    def __call__(self, trace: Trace) -> Sequence[Array]:
+        """Run on the leaves of a trace and return outputs, then the conditions it requires."""
+        inputs = [trace.arrays[leaf.index] for leaf in self.arrays]
+        for dtype, n in self.packs.items():
+            inputs.append(self._pack(dtype, trace.numbers[dtype][:n]))
+        if self.moving:
+            inputs.append(from_numpy(np.array([trace.offsets[at] for at in self.moving], np.int64)))
+        if self.draws:
+            inputs.append(np.stack(trace.draws[: self.draws]))
+        trace.arrays.clear()
+        return self.executable.call(*inputs)
+
+    def _pack(self, dtype: torch.dtype, numbers: list[Any]) -> Array:
+        """Return numbers as one array; numbers that are those of the last step are there already."""
+        packed = np.array(numbers, to_jax_dtype(dtype))
+        data = packed.tobytes()
+        last = self._last.get(dtype)
+        if last is None or last[0] != data:
+            last = self._last[dtype] = (data, from_numpy(packed))
+        return last[1]
+
+
+def _pack_sizes(leaves: list[Leaf]) -> dict[torch.dtype, int]:
+    sizes: dict[torch.dtype, int] = {}
+    for leaf in leaves:
+        if leaf.kind == "number":
+            dtype = leaf.type.dtype
+            sizes[dtype] = max(sizes.get(dtype, 0), leaf.index + 1)
+    return sizes
+
+
+def run_call(call: Call, given: list[Any]) -> Any:
+    """Compute a call on arrays; a list where it has several results."""
+    view = _VIEWS.get(call.op)
+    if view is not None:
+        return view(**arguments_of(call, given))
+    arguments = {name: _as_jax(value) for name, value in arguments_of(call, given).items()}
+    if call.random:
+        arguments["rng"] = random_key(given[-1])
+    tier = lowering_of(call.op) or decompose.function_for(call.op)
+    if tier is None:
+        raise IsthmusError(f"nothing lowers {call.op}")
+    with _context(call):
+        results = flatten(tier(arguments))
+    return results if len(call.types) != 1 else results[0]
+
+
+def _as_jax(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_as_jax(item) for item in value]
+    return to_jax_dtype(value) if isinstance(value, torch.dtype) else value
+
+
+@contextlib.contextmanager
+def _context(call: Call) -> Iterator[None]:
+    """Restore what torch was told when the call was recorded."""
+    dtype, precision = call.context
+    now = torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    if now == (dtype, precision or now[1]):
+        yield
+        return
+    torch.set_default_dtype(dtype)
+    torch.set_float32_matmul_precision(precision or now[1])
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(now[0])
+        torch.set_float32_matmul_precision(now[1])
+
+
+def _as_strided(self: Array, size: Any, stride: Any, storage_offset: Any) -> Array:
+    return strided.read(self, tuple(size), tuple(stride), _start(storage_offset))
+
+
+def _scatter(self: Array, src: Array, size: Any, stride: Any, storage_offset: Any) -> Array:
+    return strided.write(self, src, tuple(size), tuple(stride), _start(storage_offset))
+
+
+def _start(offset: Any) -> Any:
+    return 0 if offset is None else offset
+
+
+_VIEWS: dict[Any, Callable[..., Array]] = {
+    _aten.view.default: lambda self, size: self.reshape(size),
+    _aten.view.dtype: lambda self, dtype: reinterpret(self, to_jax_dtype(dtype)),
+    _aten.permute.default: lambda self, dims: self.transpose(dims),
+    _aten.expand.default: lambda self, size, implicit=False: jnp.broadcast_to(self, size),
+    _aten.as_strided.default: _as_strided,
+    _aten.as_strided_scatter.default: _scatter,
+    _aten.zeros.default: lambda size, dtype, **_: jnp.zeros(size, to_jax_dtype(dtype)),
+}

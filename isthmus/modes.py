@@ -1,0 +1,54 @@
+"""Eager and lazy: ops run at once, or are recorded until somebody reads a value."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+__all__ = ["lazy", "mode", "set_mode", "sync"]
+
+
+def mode() -> str:
+    """Return ``"eager"`` or ``"lazy"``."""
+    from isthmus._device.mode import current
+
+    return "lazy" if current.lazy else "eager"
+
+
+def set_mode(name: str) -> None:
+    """Make ops on the device run at once (``"eager"``) or be recorded (``"lazy"``), in every thread."""
+    from isthmus._device.mode import current
+    from isthmus.errors import ConfigError
+
+    if name not in ("eager", "lazy"):
+        raise ConfigError(f"isthmus.set_mode({name!r}) is not a choice; choose from 'eager', 'lazy'")
+    if name == "lazy":
+        import isthmus._device.kernels  # noqa: F401  # the lowerings come before what records them
+        from isthmus._lazy import record
+
+        record.install()
+    current.lazy = name == "lazy"
+    if name == "eager":
+        sync()
+
+
+@contextlib.contextmanager
+def lazy() -> Iterator[None]:
+    """Record ops inside this block; on leaving it, what was recorded and is still needed has run."""
+    before = mode()
+    set_mode("lazy")
+    try:
+        yield
+    finally:
+        set_mode(before)
+
+
+def sync(wait: bool = False) -> None:
+    """Run what lazy mode has recorded; the call returns while the device computes unless it is to ``wait``."""
+    from isthmus._device.mode import current
+
+    current.materialise()
+    if wait:
+        import torch
+
+        torch.jax.synchronize()  # type: ignore[attr-defined]
