@@ -1,10 +1,28 @@
-"""What the device did: programs compiled, transfers, and which ops fell to the CPU and why."""
+"""What the device did: ops recorded, programs compiled and run and why, transfers, and ops that fell to the CPU."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from isthmus._runtime import counters
 
-__all__ = ["clear", "counts", "fallbacks", "report"]
+__all__ = ["as_dict", "clear", "counts", "fallbacks", "report"]
+
+_STAGES = ("trace", "lower", "xla")
+# The order of the report; counters that are not here follow.
+_FIRST = (
+    "ops recorded",
+    "programs run",
+    "program cache hits",
+    "program cache misses",
+    "compilations",
+    "loaded from disk",
+    *[f"seconds in {stage}" for stage in _STAGES],
+    "transfers to device",
+    "bytes to device",
+    "transfers to host",
+    "bytes to host",
+)
 
 
 def counts() -> dict[str, int]:
@@ -22,11 +40,47 @@ def clear() -> None:
     counters.clear()
 
 
-def report() -> str:
-    """Return the counts as text for a person: one line each, the reason beside each fallback."""
+def as_dict() -> dict[str, Any]:
+    """Return everything that was counted as plain data, fit for JSON; what never happened counts zero."""
     found = counts()
-    width = max((len(name) for name in found), default=0)
-    lines = [f"{name:{width}}  {found[name]:,}" for name in sorted(found)]
+    named = {name: found.pop(name, 0) for name in _FIRST if not name.startswith("seconds")}
+    return {
+        "ops recorded": named["ops recorded"],
+        "programs": {
+            "run": named["programs run"],
+            "hits": named["program cache hits"],
+            "misses": named["program cache misses"],
+        },
+        "compilations": {
+            "count": named["compilations"],
+            "loaded from disk": named["loaded from disk"],
+            "seconds": {stage: counters.seconds.get(stage, 0.0) for stage in _STAGES},
+        },
+        "transfers": {
+            way: {"count": named[f"transfers {way}"], "bytes": named[f"bytes {way}"]}
+            for way in ("to device", "to host")
+        },
+        "materialisations": [
+            {"cause": cause, "line": line, "count": times}
+            for (cause, line), times in counters.materialisations.most_common()
+        ],
+        "fallbacks": {
+            op: {"count": times, "reason": counters.reasons.get(op, "")} for op, times in fallbacks().items()
+        },
+        "other": found,
+    }
+
+
+def report() -> str:
+    """Return the counts as text for a person, with what made programs run and the reason for each fallback."""
+    rows = {name: f"{value:,}" for name, value in counts().items()}
+    rows |= {f"seconds in {stage}": f"{took:.3f}" for stage, took in dict(counters.seconds).items()}
+    width = max((len(name) for name in rows), default=0)
+    ordered = [*[name for name in _FIRST if name in rows], *sorted(rows.keys() - set(_FIRST))]
+    lines = [f"{name:{width}}  {rows[name]}" for name in ordered]
+    causes = counters.materialisations.most_common()
+    lines += ["programs ran because of:"] if causes else []
+    lines += [f"  {cause}  {times:,}  ({line or 'no line of yours'})" for (cause, line), times in causes]
     fallen = fallbacks()
     lines.append("ran on the CPU:" if fallen else "ran on the CPU: nothing")
     lines += [f"  {op}  {times:,}  ({counters.reasons.get(op, '')})" for op, times in fallen.items()]

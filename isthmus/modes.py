@@ -27,9 +27,13 @@ def set_mode(name: str) -> None:
         from isthmus._lazy import record
 
         record.install()
+    leaving = current.lazy
     current.lazy = name == "lazy"
-    if name == "eager":
+    if name == "eager" and leaving:
+        from isthmus._device import checks
+
         sync()
+        checks.raise_pending()
 
 
 @contextlib.contextmanager

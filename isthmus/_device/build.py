@@ -145,7 +145,7 @@ class Builder:
     def program(self, *inputs: Any) -> tuple[Any, ...]:
         """Compute the call: new storages, rewritten storages, then the conditions it requires."""
         results, found = self.results(inputs)
-        self.computed = [None if r is None else compiler.abstract(r) for r in results]
+        self.computed = [compiler.abstract(r) if hasattr(r, "shape") else None for r in results]
         count = len(self.fresh)
         if self.mutation is None and len(results) != count:
             raise LoweringError(

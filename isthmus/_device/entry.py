@@ -216,7 +216,7 @@ def list_part(
     inputs: list[Any],
     number: Callable[[Any], Any],
     array_of: Callable[[Buffer], Any],
-    offset_of: Callable[[int], Any],
+    offset_of: Callable[[Any], Any],
 ) -> Any:
     """Return a list's part of the key, of tensors and of numbers; a number alone is like a list of one."""
     if type(values) is not list:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,13 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isthmus._device import mode
 from isthmus._device.buffer import storage_length, wrap, wrap_strided
+from isthmus._device.dispatch import kernel_for
 from isthmus._device.module import check_device
 from isthmus._device.private import restride
 from isthmus._graph.layout import contiguous_strides, storage_shape
+from isthmus._ops.creation import count
 from isthmus._runtime import compiler
 from isthmus._runtime.dtypes import to_jax_dtype
 from isthmus._runtime.hosts import device_number
+from isthmus._runtime.private import is_tracing
 
 _SHARED_BYTES = 1 << 16
 _SHARED_LIMIT = 1024
@@ -81,6 +86,8 @@ def empty_strided(
     check_device(device)
     size, stride = tuple(size), tuple(stride)
     dtype = dtype or torch.get_default_dtype()
+    if mode.current.lazy and not is_tracing() and stride == contiguous_strides(size):
+        return kernel_for(torch.ops.aten.zeros.default)(size, dtype=dtype)
     return wrap_strided(zeros(storage_shape(size, stride), to_jax_dtype(dtype)), size, stride, dtype)
 
 
@@ -112,23 +119,11 @@ def zeros_like(
     return empty_strided(self.shape, stride, dtype=dtype, device=device)
 
 
-def _count(length: int, dtype: Any) -> Any:
-    """Return the function that counts ``length`` steps, start and step being run-time values."""
-    import jax.numpy as jnp
-
-    from isthmus._ops.common import accumulation_dtype, cast
-
-    # torch counts float32 in double, half types in float and every integer in int64.
-    wide = accumulation_dtype(dtype) if dtype.itemsize == 2 else jnp.float64
-    wide = wide if jnp.issubdtype(dtype, jnp.inexact) else jnp.int64
-
-    def count(start: Any, step: Any) -> Any:
-        return cast(cast(start, wide) + cast(step, wide) * jnp.arange(length, dtype=wide), dtype)
-
-    return count
-
-
 _counters: dict[tuple[Any, ...], Any] = {}
+
+
+def _count(length: int, dtype: Any, start: Any, step: Any) -> Any:
+    return count(length, start, step, dtype)
 
 
 def arange(
@@ -144,6 +139,10 @@ def arange(
     """Return the numbers from ``start`` to ``end``; torch says how many, and only that is compiled for."""
     check_device(device)
     shadow = torch.ops.aten.arange.start_step(start, end, step, dtype=dtype, device="meta")
+    whole = type(start) is int and step == 1 and not shadow.is_floating_point()
+    if mode.current.lazy and whole and not is_tracing():
+        counted = kernel_for(torch.ops.aten.arange.start_step)(0, shadow.shape[0], 1, dtype=shadow.dtype)
+        return counted.add_(start) if start else counted
     return _counted(shadow.shape[0], start, step, shadow.dtype)
 
 
@@ -154,7 +153,8 @@ def _counted(length: int, start: Any, step: Any, dtype: torch.dtype) -> Tensor:
     if program is None:
         if len(_counters) >= _SHARED_LIMIT:
             _counters.clear()
-        program = _counters[key] = compiler.compile(_count(length, to_jax_dtype(dtype)), [first, stride])
+        counted = functools.partial(_count, length, to_jax_dtype(dtype))
+        program = _counters[key] = compiler.compile(counted, [first, stride])
     return wrap(program(first, stride), dtype)
 
 

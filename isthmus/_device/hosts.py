@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from isthmus._runtime import counters
 from isthmus._runtime.compiler import default_device, platform, scoped_x64
 from isthmus._runtime.dtypes import to_jax_dtype
 from isthmus._runtime.hosts import from_numpy, to_numpy
@@ -26,12 +27,14 @@ def array_from_cpu(tensor: torch.Tensor) -> Any:
     """Return a CPU tensor's elements on the device."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     dtype = to_jax_dtype(plain.dtype)
+    counters.count("bytes to device", plain.nbytes)
     return from_numpy(_bytes(plain.contiguous()).view(dtype).reshape(tuple(plain.shape)))
 
 
 def cpu_from_array(array: Any, dtype: torch.dtype) -> torch.Tensor:
     """Return an array as a CPU tensor; its memory may be the array's, so copy from it and never write."""
     host = to_numpy(array)
+    counters.count("bytes to host", host.nbytes)
     if host.size == 0:
         return torch.empty(host.shape, dtype=dtype)
     flat = np.ascontiguousarray(host).reshape(-1).view(np.uint8)
@@ -45,6 +48,7 @@ def array_from_cuda(tensor: torch.Tensor) -> Any:
     """Return a CUDA tensor's elements without a detour through the host, or None where JAX cannot take it."""
     if platform() != "gpu" or tensor.dtype not in _CROSSES:
         return None
+    counters.count("bytes to device", tensor.nbytes)
     with scoped_x64():
         shared = jax.dlpack.from_dlpack(tensor.detach().resolve_conj().resolve_neg().contiguous())
         # torch may overwrite its memory as soon as this returns.

@@ -44,10 +44,11 @@ class Leaf:
     kind: str
     index: int
     type: Type
-    number: type = float
+    number: Any = float
 
 
-class Input(NamedTuple):
+@dataclass(frozen=True)
+class Input:
     """Stands in a call's arguments for the node's ``index``-th input."""
 
     index: int
@@ -140,19 +141,17 @@ def canonical(op: OpOverload, arguments: dict[str, Any]) -> tuple[tuple[str, Any
 
 
 def _frozen(value: Any) -> Any:
-    if isinstance(value, Input):
-        return value
     return tuple(_frozen(item) for item in value) if isinstance(value, (list, tuple)) else value
 
 
 def exact(value: Any) -> Any:
     """Return what tells a value from those Python calls equal: 1, 1.0 and True, 0.0 and -0.0."""
     if isinstance(value, (list, tuple)):
-        return (type(value) is Input, *[exact(item) for item in value])
+        return tuple([exact(item) for item in value])
     return (type(value), repr(value)) if isinstance(value, (bool, float, complex)) else value
 
 
-def leaf(kind: str, index: int, type: Type, number: type = float) -> Node:
+def leaf(kind: str, index: int, type: Type, number: Any = float) -> Node:
     """Return the one node of a leaf."""
     key = Leaf(kind, index, type, number)
     return _leaves.get(key) or _leaves.setdefault(key, Node(key, ()))
@@ -176,8 +175,8 @@ def forget_all_but(roots: Iterable[Node]) -> None:
     _table.update(table)
     for key in [key for key, call in _calls.items() if call not in calls]:
         del _calls[key]
-    for key in [key for key in _leaves if key.kind == "array" and key not in calls]:
-        del _leaves[key]
+    for leaf in [leaf for leaf in _leaves if leaf.kind == "array" and leaf not in calls]:
+        del _leaves[leaf]
 
 
 def reachable(roots: Iterable[Node]) -> Iterator[Node]:

@@ -211,7 +211,7 @@ class Recipe:
 
         def run(inputs: list[Node], values: Values) -> Any:
             key = (call, *inputs)
-            found = TABLE.get(key) or node(*key)
+            found = TABLE.get(key) or node(call, *inputs)
             (target,) = locate(values)
             trace.hold(target.untyped_storage()._buffer, found)  # type: ignore[attr-defined]
             trace.size += 1
@@ -236,7 +236,9 @@ class Recipe:
                 trace.lines.setdefault(found, user_line())
             results = found.results or (found,)
             make = iter(makers)
-            fresh = [next(make)(r) if there else None for r, there in zip(results, present, strict=False)]
+            fresh = [
+                next(make)(r) if r and there else None for r, there in zip(results, present, strict=False)
+            ]
             if assemble is not None:
                 return assemble(fresh)
             assert write is not None
@@ -305,7 +307,7 @@ def _plain(call: Call, spec: Spec) -> Plan:
     def run(inputs: list[Node], values: Values) -> Tensor:
         # What the maker does, written out: this runs for nearly every op.
         key = (call, *inputs)
-        found = TABLE.get(key) or node(*key)
+        found = TABLE.get(key) or node(call, *inputs)
         trace.size += 1
         tensor = empty_tensor(size, dtype)
         buffer = tensor.untyped_storage()._buffer = Buffer(found, signature)  # type: ignore[attr-defined]

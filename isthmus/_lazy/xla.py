@@ -200,5 +200,4 @@ _VIEWS: dict[Any, Callable[..., Array]] = {
     _aten.expand.default: lambda self, size, implicit=False: jnp.broadcast_to(self, size),
     _aten.as_strided.default: _as_strided,
     _aten.as_strided_scatter.default: _scatter,
-    _aten.zeros.default: lambda size, dtype, **_: jnp.zeros(size, to_jax_dtype(dtype)),
 }

@@ -12,7 +12,7 @@ from jax import lax
 from isthmus._graph.names import aten
 from isthmus._ops.common import Number, accumulation_dtype, cast, divide
 from isthmus._ops.registry import lowering
-from isthmus._runtime.dtypes import to_jax_dtype
+from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
 
 Array = Any
 
@@ -81,6 +81,27 @@ def full_like(self: Array, fill_value: Any, dtype: Any = None) -> Array:
 def new_full(self: Array, size: Any, fill_value: Any, dtype: Any = None) -> Array:
     """A new tensor of one number in the dtype of another."""
     return jnp.broadcast_to(cast(fill_value, self.dtype if dtype is None else dtype), tuple(size))
+
+
+@lowering(aten.zeros.default)
+def zeros(size: Any, dtype: Any = None) -> Array:
+    """A new tensor of zeros."""
+    return jnp.zeros(tuple(size), _default_dtype() if dtype is None else dtype)
+
+
+def count(length: int, start: Any, step: Any, dtype: Any) -> Array:
+    """Count ``length`` steps; torch counts float32 in double, half types in float and every integer in int64."""
+    wide = accumulation_dtype(dtype) if dtype.itemsize == 2 else jnp.float64
+    wide = wide if jnp.issubdtype(dtype, jnp.inexact) else jnp.int64
+    return cast(cast(start, wide) + cast(step, wide) * jnp.arange(length, dtype=wide), dtype)
+
+
+@lowering(aten.arange.start_step, static=("start", "end", "step"))
+def arange(start: Any, end: Any, step: Any = 1, dtype: Any = None) -> Array:
+    """The numbers from ``start`` to ``end``; torch says how many they are and of which dtype."""
+    given = None if dtype is None else to_torch_dtype(dtype)
+    shadow = torch.ops.aten.arange.start_step(start, end, step, dtype=given, device="meta")
+    return count(shadow.shape[0], start, step, to_jax_dtype(shadow.dtype))
 
 
 @lowering(aten.ones.default)

@@ -63,7 +63,7 @@ def build(
             compiled = lowered.compile(compiler_options=options or None)
             disk.save(compiled, lowered, donate, options)
         clock.lap("xla")
-    counters.count("compilations")
+    counters.count_compilation(clock.laps)
     return Executable(private.fast_call(compiled), lowered, compiled, clock.laps)
 
 

@@ -1,0 +1,70 @@
+"""Random programs of views and writes, recorded: whenever some of it is read, every tensor equals CPU torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import isthmus
+from tests.test_aliasing import Program, programs
+
+STEPS = ["view", "view", "write", "write", "start", "relayout"]
+READS = ["sync", "read", "item", "drop"]
+
+
+@pytest.fixture(autouse=True)
+def lazily(strict_fallback: None) -> Iterator[None]:
+    with isthmus.lazy():
+        yield
+
+
+class LazyProgram(Program):
+    """A program with points at which recorded ops run: all of them, or those one tensor needs."""
+
+    def sync(self) -> None:
+        isthmus.sync()
+
+    def read(self) -> None:
+        want, got = self.pick(self.alive)
+        torch.testing.assert_close(got.cpu(), want, rtol=0, atol=0, equal_nan=True)
+
+    def item(self) -> None:
+        want, got = self.pick(self.alive)
+        if want.numel():
+            place = (self.number(0, 3),) * want.dim()
+            place = tuple(i % n for i, n in zip(place, want.shape, strict=True))
+            read, wanted = torch.tensor(got[place].item()), torch.tensor(want[place].item())
+            torch.testing.assert_close(read, wanted, rtol=0, atol=0, equal_nan=True)
+
+    def drop(self) -> None:
+        """Let a tensor die before it was computed; its views and its base live on."""
+        if len(self.alive) > 1:
+            del self.alive[self.number(0, len(self.alive) - 1)]
+
+
+def run(data: st.DataObject, steps: int) -> None:
+    program = LazyProgram(data)
+    program.start()
+    for _ in range(steps):
+        getattr(program, program.pick(STEPS))()
+        if program.number(0, 3) == 0:
+            getattr(program, program.pick(READS))()
+    program.check()
+
+
+@programs(60)
+@given(st.data())
+def test_random_programs(data: st.DataObject) -> None:
+    run(data, steps=8)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@programs(240)
+@given(st.data())
+def test_many_random_programs(data: st.DataObject) -> None:
+    run(data, steps=14)
