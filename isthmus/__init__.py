@@ -11,13 +11,14 @@ import _isthmus_autoload
 from isthmus import config, errors
 from isthmus._device.registration import register
 from isthmus.explain import explain
-from isthmus.modes import lazy, mode, set_mode, sync
+from isthmus.modes import jit, lazy, mode, set_mode, sync
 
 __version__ = "0.1.0.dev0"
 __all__ = [
     "config",
     "errors",
     "explain",
+    "jit",
     "lazy",
     "lowering",
     "metrics",

@@ -29,3 +29,7 @@ class SchemaError(IsthmusError, TypeError):
 
 class ConfigError(IsthmusError, ValueError):
     """A setting was given a value it does not have."""
+
+
+class JitError(IsthmusError):
+    """A function given to ``isthmus.jit`` does something that cannot be replayed without running its Python."""

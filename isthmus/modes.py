@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
-__all__ = ["lazy", "mode", "set_mode", "sync"]
+__all__ = ["jit", "lazy", "mode", "set_mode", "sync"]
 
 
 def mode() -> str:
@@ -23,10 +24,7 @@ def set_mode(name: str) -> None:
     if name not in ("eager", "lazy"):
         raise ConfigError(f"isthmus.set_mode({name!r}) is not a choice; choose from 'eager', 'lazy'")
     if name == "lazy":
-        import isthmus._device.kernels  # noqa: F401  # the lowerings come before what records them
-        from isthmus._lazy import record
-
-        record.install()
+        _install()
     leaving = current.lazy
     current.lazy = name == "lazy"
     if name == "eager" and leaving:
@@ -56,3 +54,28 @@ def sync(wait: bool = False) -> None:
         import torch
 
         torch.jax.synchronize()  # type: ignore[attr-defined]
+
+
+def jit(
+    function: Callable[..., Any] | None = None, *, donate: bool = True, static_argnames: Iterable[str] = ()
+) -> Any:
+    """Return ``function`` as one program: recorded at its first call, replayed without its Python afterwards.
+
+    Tensors it reads become inputs and tensors it changes become outputs, whether they are arguments or belong to
+    modules and optimizers, so a whole training step can be given: forward, backward, ``optimizer.step()``. It is
+    recorded again when shapes, dtypes, layouts, other arguments, grad mode, a module's ``training`` flag or an
+    optimizer's settings change. ``donate=False`` keeps the memory of what is replaced. Usable as a decorator.
+    """
+    if function is None:
+        return lambda found: jit(found, donate=donate, static_argnames=static_argnames)
+    _install()
+    from isthmus._lazy.jit import Jitted
+
+    return Jitted(function, donate, static_argnames)
+
+
+def _install() -> None:
+    import isthmus._device.kernels  # noqa: F401  # the lowerings come before what records them
+    from isthmus._lazy import record
+
+    record.install()

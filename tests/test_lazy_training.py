@@ -23,7 +23,7 @@ class DropoutMLP(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(
-            nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 4)
+            nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 4)
         )
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -39,6 +39,7 @@ class ResNet18(ResNet):
 
     def __init__(self) -> None:
         super().__init__()
+        self.stem[0] = nn.Conv2d(3, 4, 3, padding=1, bias=False)
         widths = [(4, 4, 1), (4, 8, 2), (8, 8, 2), (8, 8, 2)]
         self.blocks = nn.Sequential(
             *[nn.Sequential(Block(i, o, s), Block(o, o, 1)) for i, o, s in widths]  # type: ignore[arg-type]
@@ -52,7 +53,7 @@ class Layer(nn.Module):
         super().__init__()
         self.heads = heads
         self.before, self.after = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
         self.mlp = nn.Sequential(
             nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0.1)
         )

@@ -85,8 +85,13 @@ def _twin(kernel: Kernel, scope: dict[str, Any]) -> Callable[..., Any]:
 def make_recording_entry(kernel: Kernel, names: dict[str, Any]) -> Callable[..., Any]:
     """Return the function that records a call; ``names`` say how inputs become nodes."""
     body = [f"    {line}" for part in _body(kernel, _RECORD) for line in part.split("\n")]
-    start = "    with _lock:\n        if _trace.size >= _trace.limit:\n            _trace.cut()"
-    scope = {**_scope(kernel), "_plans": kernel.recipes, **names}
+    # The mode may have changed while this thread waited for the lock.
+    start = f"""    with _lock:
+        if not _mode.lazy:
+            return _run({_passed_on(kernel)})
+        if _trace.size >= _trace.limit:
+            _mode.materialise()"""
+    scope = {**_scope(kernel), "_plans": kernel.recipes, "_mode": mode.current, "_run": kernel.entry, **names}
     return _execute([start, *body], kernel, scope)
 
 
@@ -243,6 +248,8 @@ def foreign(tensor: Tensor) -> Buffer:
     if tensor.dim() or tensor.device.type != "cpu":
         return buffer_of(tensor)  # raises: this is not a "jax" tensor
     array = array_from_cpu(tensor)
+    if mode.current.capture is not None:
+        mode.current.capture.note_host(array, tensor, array_from_cpu)
     return Buffer(array, Signature.of(array))
 
 

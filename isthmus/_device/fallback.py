@@ -9,6 +9,7 @@ import torch
 from torch._ops import OpOverload
 
 from isthmus import config
+from isthmus._device import mode
 from isthmus._device.inference import numbers_as_tensors
 from isthmus._graph.schema import schema_of
 from isthmus._runtime import counters
@@ -34,6 +35,8 @@ def run(op: OpOverload, values: tuple[Any, ...], reason: str) -> Any:
     """Run ``op`` with ATen on the CPU and bring results and writes back."""
     schema = schema_of(op)
     permit(op, schema.named(values), reason)
+    if mode.current.capture is not None:
+        raise mode.current.capture.refuse_fallback(op, reason)
     if counters.count_fallback(str(op), reason) and config.fallback == "warn":
         warnings.warn(f"{op} ran on the CPU ({reason})", FallbackWarning, stacklevel=3)
     moved, result = _on_cpu(op, values)

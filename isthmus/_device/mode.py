@@ -9,10 +9,11 @@ from typing import Any
 class Mode:
     """The mode of the process: backward passes run on threads of torch's own, which must be in it too."""
 
-    __slots__ = ("lazy", "materialise", "recording_entry")
+    __slots__ = ("capture", "lazy", "materialise", "recording_entry")
 
     def __init__(self) -> None:
         self.lazy = False
+        self.capture: Any = None  # what isthmus.jit is recording a function into
         self.materialise: Callable[[], None] = lambda: None
         self.recording_entry: Callable[[Any], Callable[..., Any]] = _no_recorder
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isthmus._device import checks
+from isthmus._device import checks, mode
 from isthmus._device.buffer import buffer_of, wrap, wrap_strided
 from isthmus._device.conjugate import apply_bits, bare, is_lazy, resolve
 from isthmus._device.dispatch import kernel_for
@@ -62,6 +62,15 @@ def copy_from(self: Tensor, dst: Tensor, non_blocking: bool = False) -> Tensor:
 
 def from_other(tensor: Tensor) -> Tensor:
     """Return a tensor of another device as a new "jax" tensor with the same strides if they are dense."""
+    made = _from_other(tensor)
+    if mode.current.capture is not None:
+        mode.current.capture.note_host(
+            buffer_of(made).held, tensor, lambda again: buffer_of(from_other(again)).value
+        )
+    return made
+
+
+def _from_other(tensor: Tensor) -> Tensor:
     counters.count("transfers to device")
     crossed = array_from_cuda(tensor) if tensor.device.type == "cuda" else None
     if crossed is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from sys import getrefcount
 from typing import Any
 
@@ -11,6 +12,7 @@ from isthmus._device import checks
 from isthmus._device.buffer import Buffer, Lost
 from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import TABLE, Leaf, Node, forget_all_but
+from isthmus._lazy import causes, storms
 from isthmus._lazy.trace import trace
 from isthmus._lazy.xla import XlaProgram
 from isthmus._runtime import counters
@@ -32,12 +34,14 @@ class Family:
         self.seen: list[int] = []
         self.used = frozenset(leaf.index for leaf in leaves if leaf.kind == "array")
         self.programs: dict[Any, XlaProgram] = {}
+        self.known = False  # whether the program last asked for was there
 
     def find(self, dying: frozenset[int]) -> XlaProgram:
         """Return the program for the trace's offsets; an offset that has changed since is an input from then on."""
         offsets = [trace.offsets[at] for at in self.fixed]
         key = (tuple(offsets), dying)
         found = self.programs.get(key)
+        self.known = found is not None
         if found is not None:
             return found
         if self.seen and offsets != self.seen:
@@ -51,6 +55,13 @@ class Family:
         self.programs[(tuple(self.seen), dying)] = found
         return found
 
+    def spread(self, wanted: tuple[Node, ...], found: Sequence[Any]) -> list[Any]:
+        """Return a program's result for each node wanted, some of which may be wanted twice."""
+        if len(self.unique) == len(wanted):
+            return list(found[: len(wanted)])
+        values = dict(zip(self.unique, found, strict=False))
+        return [values[n] for n in wanted]
+
 
 _families: OrderedDict[tuple[Node, ...], Family] = OrderedDict()
 
@@ -58,6 +69,9 @@ _families: OrderedDict[tuple[Node, ...], Family] = OrderedDict()
 def materialise() -> None:
     """Run everything recorded whose result somebody can still read."""
     with trace.lock:
+        if trace.refusal is not None:
+            raise trace.refusal()
+        counters.count("ops recorded", trace.size)
         live = trace.live()
         if not live:
             trace.reset()
@@ -75,11 +89,20 @@ def materialise() -> None:
             forget_all_but(n for outputs in _families for n in outputs)
     if errors:
         checks.postpone(errors)
+    storms.warn()
 
 
 def _run(live: list[Buffer]) -> tuple[list[Any], list[Any]]:
     """Return the arrays of these buffers, and the conditions their program requires."""
     wanted = tuple([buffer.held for buffer in live])
+    family, program = find(wanted)
+    found = program(trace)
+    causes.note(family.graph, family.known)
+    return family.spread(wanted, found), program.flags(found)
+
+
+def find(wanted: tuple[Node, ...], donate: bool = True) -> tuple[Family, XlaProgram]:
+    """Return the program that computes these nodes from the leaves of the trace."""
     family = _families.get(wanted)
     if family is None:
         family = _families[wanted] = Family(wanted)
@@ -87,15 +110,7 @@ def _run(live: list[Buffer]) -> tuple[list[Any], list[Any]]:
             _families.popitem(last=False)
     else:
         _families.move_to_end(wanted)
-    program = family.find(_dying(family.used))
-    found = program(trace)
-    counters.count("programs run")
-    count = len(family.unique)
-    flags = [(flag, *error) for flag, error in zip(found[count:], program.errors, strict=True)]
-    if count == len(wanted):
-        return list(found[:count]), flags
-    values = dict(zip(family.unique, found, strict=False))
-    return [values[n] for n in wanted], flags
+    return family, family.find(_dying(family.used) if donate else frozenset())
 
 
 def _dying(used: frozenset[int]) -> frozenset[int]:

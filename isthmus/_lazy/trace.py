@@ -7,6 +7,7 @@ the node made of it. What is read from outside becomes a leaf, numbered in the o
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
@@ -46,6 +47,8 @@ class Trace:
         self.lines: dict[Node, str] = {}
         self.size = self.epoch = 0
         self.limit = config.graph_size
+        # While a function is captured nothing may run: this makes the error that says so.
+        self.refusal: Callable[[], Exception] | None = None
 
     def array(self, buffer: Buffer) -> Node:
         """Return the leaf of a buffer whose contents are an array, or what it holds already."""

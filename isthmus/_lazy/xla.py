@@ -45,9 +45,8 @@ class XlaProgram:
         self.draws = 1 + max((leaf.index for leaf in leaves if leaf.kind == "draw"), default=-1)
         self.errors: list[tuple[type[Exception], str]] = []
         self._last: dict[torch.dtype, tuple[bytes, Array]] = {}
-        self.executable = compiler.build(
-            self._compute, self._examples(), self._donated(dying), title="a step"
-        )
+        self.donated = self._donated(dying)
+        self.executable = compiler.build(self._compute, self._examples(), self.donated, title="a step")
         self.lines = None
 
     def _examples(self) -> list[jax.ShapeDtypeStruct]:
@@ -113,15 +112,23 @@ class XlaProgram:
 
     def __call__(self, trace: Trace) -> Sequence[Array]:
         """Run on the leaves of a trace and return outputs, then the conditions it requires."""
-        inputs = [trace.arrays[leaf.index] for leaf in self.arrays]
-        for dtype, n in self.packs.items():
-            inputs.append(self._pack(dtype, trace.numbers[dtype][:n]))
-        if self.moving:
-            inputs.append(from_numpy(np.array([trace.offsets[at] for at in self.moving], np.int64)))
+        inputs = [trace.arrays[leaf.index] for leaf in self.arrays] + self.constants(trace)
         if self.draws:
             inputs.append(np.stack(trace.draws[: self.draws]))
         trace.arrays.clear()
         return self.executable.call(*inputs)
+
+    def constants(self, trace: Trace) -> list[Array]:
+        """Return the inputs made of a trace's numbers and offsets."""
+        found = [self._pack(dtype, trace.numbers[dtype][:n]) for dtype, n in self.packs.items()]
+        if self.moving:
+            found.append(from_numpy(np.array([trace.offsets[at] for at in self.moving], np.int64)))
+        return found
+
+    def flags(self, found: Sequence[Array]) -> list[tuple[Array, type[Exception], str]]:
+        """Return the conditions among a call's results, each with what to raise."""
+        rest = found[len(self.graph.outputs) :]
+        return [(flag, *error) for flag, error in zip(rest, self.errors, strict=True)]
 
     def _pack(self, dtype: torch.dtype, numbers: list[Any]) -> Array:
         """Return numbers as one array; numbers that are those of the last step are there already."""

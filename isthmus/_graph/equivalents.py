@@ -1,0 +1,200 @@
+"""What the CPU computes for ops it has no kernel of: those torch made for accelerators alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isthmus._graph.names import Missing, aten
+
+Gradients = tuple[Tensor | None, ...]
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Return a tensor in the dtype that sums of it are kept in."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def row_major(x: Tensor) -> Tensor:
+    """Return the same elements, one after another from the start of their storage."""
+    return x.contiguous() if x.storage_offset() == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
+def as_strided(self: Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> Tensor:
+    """Read a view of a storage whose elements are those of ``self`` in row-major order."""
+    return row_major(self).as_strided(size, stride, storage_offset or 0)
+
+
+def as_strided_scatter(
+    self: Tensor, src: Tensor, size: Any, stride: Any, storage_offset: int | None = None
+) -> Tensor:
+    """Write a view of such a storage; where the view shows an element twice, the last write wins."""
+    written = self.clone(memory_format=torch.contiguous_format)
+    last = tuple(slice(n - 1, n) if step == 0 else slice(None) for n, step in zip(size, stride, strict=True))
+    src = src[last]
+    written.as_strided(src.shape, stride, storage_offset or 0).copy_(src)
+    return written
+
+
+def linear_backward(self: Tensor, grad_output: Tensor, weight: Tensor, output_mask: list[bool]) -> Gradients:
+    """Return the gradients of ``linear`` for input, weight and bias."""
+    matrix = weight if weight.dim() > 1 else weight[None]
+    rows = grad_output.reshape(-1, matrix.shape[0])
+    by_input = (rows @ matrix.conj()).reshape(self.shape) if output_mask[0] else None
+    if not (output_mask[1] or output_mask[2]):
+        return by_input, None, None
+    by_weight = rows.mT @ self.reshape(-1, self.shape[-1]).conj()
+    return by_input, by_weight.reshape(weight.shape), rows.sum(0).reshape(weight.shape[:-1])
+
+
+def _gates(gates: Tensor, bias: Tensor | None) -> Tensor:
+    return _wide(gates) if bias is None else _wide(gates) + _wide(bias)
+
+
+def lstm_cell(
+    input_gates: Tensor,
+    hidden_gates: Tensor,
+    cx: Tensor,
+    input_bias: Tensor | None = None,
+    hidden_bias: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """Return the new hidden and cell states of an LSTM, and its gates."""
+    total = _gates(input_gates, input_bias) + _gates(hidden_gates, hidden_bias)
+    i, f, g, o = total.chunk(4, 1)
+    i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+    cy = f * _wide(cx) + i * g
+    found = (o * cy.tanh(), cy, torch.cat([i, f, g, o], 1))
+    return tuple(x.to(input_gates.dtype) for x in found)
+
+
+def lstm_cell_backward(
+    grad_hy: Tensor | None, grad_cy: Tensor | None, cx: Tensor, cy: Tensor, workspace: Tensor, has_bias: bool
+) -> Gradients:
+    """Return the gradients of an LSTM's step for its gates, its cell state and its bias."""
+    dtype, old, new = workspace.dtype, _wide(cx), _wide(cy).tanh()
+    i, f, g, o = _wide(workspace).chunk(4, 1)
+    by_hidden = torch.zeros_like(new) if grad_hy is None else _wide(grad_hy)
+    by_cell = by_hidden * o * (1 - new**2) + (0 if grad_cy is None else _wide(grad_cy))
+    by_i, by_f = by_cell * g * i * (1 - i), by_cell * old * f * (1 - f)
+    by_g, by_o = by_cell * i * (1 - g**2), by_hidden * new * o * (1 - o)
+    gates = torch.cat([by_i, by_f, by_g, by_o], 1)
+    return gates.to(dtype), (by_cell * f).to(dtype), gates.sum(0).to(dtype) if has_bias else None
+
+
+def gru_cell(
+    input_gates: Tensor,
+    hidden_gates: Tensor,
+    hx: Tensor,
+    input_bias: Tensor | None = None,
+    hidden_bias: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """Return the new hidden state of a GRU, and what its gradient needs."""
+    ir, iz, i_new = _gates(input_gates, input_bias).chunk(3, 1)
+    hr, hz, h_new = _gates(hidden_gates, hidden_bias).chunk(3, 1)
+    reset, update, old = (ir + hr).sigmoid(), (iz + hz).sigmoid(), _wide(hx)
+    new = (i_new + reset * h_new).tanh()
+    found = (update * old + (1 - update) * new, torch.cat([reset, update, new, old, h_new], 1))
+    return tuple(x.to(input_gates.dtype) for x in found)
+
+
+def gru_cell_backward(grad_hy: Tensor, workspace: Tensor, has_bias: bool) -> Gradients:
+    """Return the gradients of a GRU's step for both sets of gates, the hidden state and both biases."""
+    dtype, grad = workspace.dtype, _wide(grad_hy)
+    reset, update, new, old, h_new = _wide(workspace).chunk(5, 1)
+    by_update = grad * (old - new) * update * (1 - update)
+    by_new = grad * (1 - update) * (1 - new**2)
+    by_reset = by_new * h_new * reset * (1 - reset)
+    by_input = torch.cat([by_reset, by_update, by_new], 1)
+    by_hidden = torch.cat([by_reset, by_update, by_new * reset], 1)
+    biases = [g.sum(0).to(dtype) if has_bias else None for g in (by_input, by_hidden)]
+    return by_input.to(dtype), by_hidden.to(dtype), (grad * update).to(dtype), *biases
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, is_causal: bool, scale: float | None
+) -> Tensor:
+    found = torch.ops.aten._scaled_dot_product_attention_math.default(
+        query, key, value, bias, 0.0, is_causal, None, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return found[0]
+
+
+def _log_sums(
+    query: Tensor, key: Tensor, bias: Tensor | None, is_causal: bool, scale: float | None
+) -> Tensor:
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+    logits = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    seen = torch.ones(logits.shape[-2:], dtype=torch.bool).tril() if is_causal else bias
+    if seen is not None:
+        logits = logits.masked_fill(~seen, -torch.inf) if seen.dtype == torch.bool else logits + seen
+    return logits.logsumexp(-1)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    """Return attention without dropout, and what a fused kernel would leave for its gradient."""
+    bias = None if attn_bias is None else _wide(attn_bias)
+    q, k, v = _wide(query), _wide(key), _wide(value)
+    out = _attention(q, k, v, bias, is_causal, scale).to(query.dtype)
+    sums = _log_sums(q, k, bias, is_causal, scale).float()
+    nothing = torch.zeros((), dtype=torch.int64)
+    return out, sums, None, None, query.shape[-2], key.shape[-2], nothing, nothing, None
+
+
+def attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    grad_input_mask: list[bool],
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    scale: float | None = None,
+) -> Gradients:
+    """Return the gradients of attention for query, key, value and bias, by torch's own autograd."""
+    given = [query, key, value, *([] if attn_bias is None else [attn_bias])]
+    with torch.enable_grad():
+        wide = [_wide(x).clone() for x in given]
+        leaves = [x.requires_grad_() for x in wide if x.is_floating_point()]
+        found = _attention(*wide[:3], wide[3] if attn_bias is not None else None, is_causal, scale)
+    grads: list[Tensor | None] = list(torch.autograd.grad(found, leaves, _wide(grad_out)))
+    if attn_bias is None or attn_bias.dtype == torch.bool:
+        grads.append(None if attn_bias is None else torch.zeros_like(attn_bias))
+    return tuple(None if g is None else g.to(x.dtype) for g, x in zip(grads, [*given, query], strict=False))
+
+
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    aten.view.default: lambda self, size: self.reshape(size),
+    aten.view.dtype: lambda self, dtype: row_major(self).view(dtype),
+    aten.as_strided.default: as_strided,
+    aten.as_strided_scatter.default: as_strided_scatter,
+    aten.linear_backward.default: linear_backward,
+    aten._thnn_fused_lstm_cell.default: lstm_cell,
+    aten._thnn_fused_lstm_cell_backward_impl.default: lstm_cell_backward,
+    aten._thnn_fused_gru_cell.default: gru_cell,
+    aten._thnn_fused_gru_cell_backward.default: gru_cell_backward,
+    aten._scaled_dot_product_fused_attention_overrideable.default: attention,
+    aten._scaled_dot_product_fused_attention_overrideable_backward.default: attention_backward,
+}
+EQUIVALENTS = {op: function for op, function in _FUNCTIONS.items() if not isinstance(op, Missing)}
+"""A function of CPU tensors for each op that the CPU has none of, or that reads memory rather than values."""

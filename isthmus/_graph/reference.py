@@ -1,0 +1,165 @@
+"""The reference backend: a graph's calls one by one with ATen on the CPU, slow and exact.
+
+It shares no lowering with XLA, so where the two differ, one of them is wrong; where they agree and the answer is
+still wrong, the graph is. Random numbers are torch's own for a seed made of the draw: they are not XLA's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from isthmus._graph.equivalents import EQUIVALENTS
+from isthmus._graph.graph import Graph, check, evaluate, fill
+from isthmus._graph.nodes import Call, Node, Type
+from isthmus._graph.schema import schema_of
+from isthmus.errors import IsthmusError
+
+_aten = torch.ops.aten
+# torch takes a Python number for a tensor in these alone.
+TAKES_NUMBERS = frozenset(
+    {
+        _aten.add.Tensor,
+        _aten.sub.Tensor,
+        _aten.mul.Tensor,
+        _aten.div.Tensor,
+        _aten.div.Tensor_mode,
+        _aten.floor_divide.default,
+    }
+)
+
+
+class Reference:
+    """Runs graphs with ATen on the CPU."""
+
+    def compile(self, graph: Graph) -> Callable[..., Sequence[Any]]:
+        """Return the function that runs the graph."""
+        check(graph)
+
+        def run(*values: Any) -> list[Tensor]:
+            # Whatever mode the caller is in, a recorded call has the dtypes that were recorded.
+            with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
+                found = evaluate(graph, values, run_node)
+                return [value.clone(memory_format=torch.contiguous_format) for value in found]
+
+        return run
+
+
+def run_node(node: Node, given: list[Any]) -> Any:
+    """Compute a node's call on CPU tensors; a list where it has several results."""
+    call = node.call
+    assert isinstance(call, Call)
+    arguments = {name: fill(value, given) for name, value in call.arguments}
+    draw = given[-1] if call.random else None
+    results = flat(perform(call.op, arguments, draw, call.context[0]))
+    if len(results) != len(call.types):
+        raise IsthmusError(f"{call.op} gave {len(results)} results where {len(call.types)} were recorded")
+    found = [_checked(call, result, type) for result, type in zip(results, call.types, strict=True)]
+    return found if len(found) != 1 else found[0]
+
+
+def perform(
+    op: OpOverload, arguments: dict[str, Any], draw: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Any:
+    """Return what a functional op gives on the CPU for a draw, with this default dtype; a list of several results."""
+    with _default(dtype or torch.get_default_dtype()), torch.no_grad():
+        given = with_tensors(op, arguments)
+        found = flat(_function(op)(**given) if draw is None else _random(op, given, seed_of(draw)))
+    return found if len(found) != 1 else found[0]
+
+
+def _random(op: OpOverload, arguments: dict[str, Any], seed: int) -> Any:
+    if any(a.name == "generator" for a in schema_of(op).arguments):
+        return _function(op)(**arguments, generator=torch.Generator().manual_seed(seed))
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed every device there is
+        return _function(op)(**arguments)
+
+
+def seed_of(draw: Tensor) -> int:
+    """Return a seed made of all four words of a draw: the CPU's generator uses 32 bits of it."""
+    words = [int(word) for word in draw.tolist()]
+    return zlib.crc32(b"".join(word.to_bytes(4, "little") for word in words))
+
+
+@functools.cache
+def _function(op: OpOverload) -> Callable[..., Any]:
+    """Return what computes an op: its equivalent, its kernel, or torch's decomposition where it has none."""
+    if op in EQUIVALENTS:
+        return EQUIVALENTS[op]
+
+    def run(**arguments: Any) -> Any:
+        try:
+            return op(**arguments)
+        except NotImplementedError:
+            from torch._decomp import decomposition_table
+
+            if op not in decomposition_table:
+                raise
+        args, kwargs = schema_of(op).split(schema_of(op).ordered((), arguments))
+        return decomposition_table[op](*args, **kwargs)
+
+    return run
+
+
+def with_tensors(op: OpOverload, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments with a tensor for each number that stands where the schema has one."""
+    numbers = numbers_for_tensors(op, arguments)
+    if not numbers:
+        return arguments
+    others = [v for name, v in arguments.items() if isinstance(v, Tensor) and name != "condition"]
+
+    def as_tensor(value: Any) -> Tensor:
+        # Of the dtype the call computes in, a tensor promotes as the number does.
+        kinds = [torch.result_type(other, value) for other in others]
+        dtype = functools.reduce(torch.promote_types, kinds) if kinds else None
+        return torch.tensor(value, dtype=dtype, device="cpu")
+
+    return arguments | {name: as_tensor(arguments[name]) for name in numbers}
+
+
+def numbers_for_tensors(op: OpOverload, arguments: dict[str, Any]) -> list[str]:
+    """Return the names of arguments that are numbers where torch takes only tensors."""
+    if op in TAKES_NUMBERS:
+        return []
+    kinds = {a.name: a.kind for a in schema_of(op).arguments}
+    return [n for n, v in arguments.items() if kinds[n] == "tensor" and isinstance(v, (int, float, complex))]
+
+
+def flat(result: Any) -> list[Any]:
+    """Return the results of an op in one list."""
+    if isinstance(result, (list, tuple)):
+        return [found for item in result for found in flat(item)]
+    return [result]
+
+
+def _checked(call: Call, result: Any, type: Type | None) -> Tensor | None:
+    """Return a result that is what was recorded, or raise."""
+    if type is None:
+        return None
+    if isinstance(result, int):
+        result = torch.tensor(result, dtype=type.dtype, device="cpu")
+    found = Type(tuple(result.shape), result.dtype) if isinstance(result, Tensor) else None
+    if found != type:
+        raise IsthmusError(f"{call.op} gave {found or 'nothing'} on the CPU where {type} was recorded")
+    return result.resolve_conj().resolve_neg()
+
+
+@contextlib.contextmanager
+def _default(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    if before == dtype:
+        yield
+        return
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

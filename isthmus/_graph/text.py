@@ -1,0 +1,97 @@
+"""Graphs to read: as text, a value a line, and as Graphviz."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from isthmus._graph.graph import Graph
+from isthmus._graph.nodes import Call, Input, Item, Leaf, Node
+from isthmus._graph.schema import schema_of
+
+
+def names(graph: Graph) -> dict[Node, str]:
+    """Return a short name for each node: a0, n0, o0, d0 for arrays, numbers, offsets and draws, 0 for a call."""
+    count: Counter[str] = Counter()
+    found: dict[Node, str] = {}
+    for node in (*graph.inputs, *graph.nodes):
+        prefix = node.call.kind[0] if isinstance(node.call, Leaf) else ""
+        found[node] = f"{prefix}{count[prefix]}"
+        count[prefix] += 1
+    return found
+
+
+def text(graph: Graph, lines: Mapping[Node, str] | None = None) -> str:
+    """Return a graph as text, with the line of the user's code that recorded each call where ``lines`` has it."""
+    known = {node: f"%{name}" for node, name in names(graph).items()}
+    rows = []
+    for node in (*graph.inputs, *graph.nodes):
+        line = (lines or {}).get(node, "")
+        rows.append(f"{_row(node, known)}{f'  # {line}' if line else ''}")
+    rows.append(f"return {', '.join(known[output] for output in graph.outputs)}")
+    return "\n".join(rows)
+
+
+def _row(node: Node, known: Mapping[Node, str]) -> str:
+    return f"{known[node]}: {_types(node)} = {_made(node, known)}"
+
+
+def _types(node: Node) -> str:
+    if len(node.types) == 1:
+        return str(node.types[0])
+    return f"({', '.join(str(t) for t in node.types)})"
+
+
+def _made(node: Node, known: Mapping[Node, str]) -> str:
+    """Return how a node is made of others."""
+    call = node.call
+    if isinstance(call, Leaf):
+        return f"{call.kind} {call.index}"
+    if isinstance(call, Item):
+        return f"{known[node.inputs[0]]}[{call.index}]"
+    shown = _arguments(call, [known[i] for i in node.inputs])
+    return f"{call.op}({', '.join(shown)})"
+
+
+def _arguments(call: Call, given: list[str]) -> list[str]:
+    """Return the arguments as in a call: those that come first by position, the others by name."""
+    positions = {a.name: None if a.keyword_only else a.position for a in schema_of(call.op).arguments}
+    found = []
+    for place, (name, value) in enumerate(call.arguments):
+        shown = _value(value, given)
+        found.append(shown if positions[name] == place else f"{name}={shown}")
+    if call.random:
+        found.append(f"draw={given[-1]}")
+    return found
+
+
+def _value(value: Any, given: list[str]) -> str:
+    if isinstance(value, Input):
+        return given[value.index]
+    if isinstance(value, tuple):
+        return f"[{', '.join(_value(item, given) for item in value)}]"
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else repr(value)
+
+
+def dot(graph: Graph) -> str:
+    """Return a graph in the language of Graphviz."""
+    known = names(graph)
+    rows = ["digraph {", "  node [shape=box, fontname=monospace]"]
+    for node, name in known.items():
+        kind = ", style=rounded" if isinstance(node.call, Leaf) else ""
+        rows.append(f'  "{name}" [label="{_label(node)}\\n{_types(node)}"{kind}]')
+        rows += [f'  "{known[given]}" -> "{name}"' for given in node.inputs]
+    for place, output in enumerate(graph.outputs):
+        rows.append(f'  "return {place}" [shape=plain]')
+        rows.append(f'  "{known[output]}" -> "return {place}"')
+    return "\n".join([*rows, "}"])
+
+
+def _label(node: Node) -> str:
+    call = node.call
+    if isinstance(call, Leaf):
+        return f"{call.kind} {call.index}"
+    return f"[{call.index}]" if isinstance(call, Item) else str(call.op)

@@ -1,0 +1,89 @@
+"""Why what was recorded runs: found on the Python stack, with the line of the user's code that asked for it."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from pathlib import Path
+from types import FrameType
+
+import isthmus
+from isthmus._graph.graph import Graph
+from isthmus._lazy import storms
+from isthmus._lazy.lines import _LIBRARIES
+from isthmus._runtime import counters
+
+# By file and function. A function calls others that are here as well: the one nearest to the user's code says why.
+_WORDS = {
+    ("fallback", "attempt"): "an op tried on the CPU",
+    ("fallback", "run"): "a fallback op",
+    ("modes", "lazy"): "the end of a lazy block",
+    ("modes", "set_mode"): "set_mode()",
+    ("modes", "sync"): "sync()",
+    ("objects", "_clone"): "a copy of a storage",
+    ("objects", "_export"): "DLPack",
+    ("objects", "export_device"): "DLPack",
+    ("objects", "_host_bytes"): "the bytes of a storage",
+    ("objects", "tensor_str"): "print",
+    ("program", "_gather"): "a compiled function",
+    ("sized", "entry"): "a size that depends on values",
+    ("transfer", "copy_"): "copy_() to another device",
+    ("transfer", "equal"): "torch.equal()",
+    ("transfer", "local_scalar_dense"): ".item(), bool(), float() or int()",
+    ("transfer", "to_copy"): ".cpu() or .to()",
+}
+# What records an op runs nothing, except where the graph has become too long.
+_LIMIT = "the limit on graph size"
+_READ = "a read"
+_RECORDER = "<isthmus entry "
+_RUNNERS = ("causes", "programs")
+
+_PACKAGE = str(Path(isthmus.__file__).parent) + "/"
+_STDLIB = tuple({sysconfig.get_path(name) + "/" for name in ("stdlib", "platstdlib")})
+_INSTALLED = ("site-packages/", "dist-packages/")
+_GENERATED = ("<isthmus ", "<frozen ", "<eval_with_key>")
+# None for the user's files, a name for ours, "" for the other libraries'. Strings keep their hash, code does not.
+_stems: dict[str, str | None] = {}
+
+
+def cause_and_line() -> tuple[str, str]:
+    """Return what asked for values, in words, and the file and line of the user's code, "" if there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    cause = ""
+    while frame is not None:
+        code = frame.f_code
+        name = code.co_filename
+        stem = _stems[name] if name in _stems else _stem(name)
+        if stem is None:
+            return cause or _READ, f"{name}:{frame.f_lineno}"
+        if stem and stem not in _RUNNERS and cause is not _LIMIT:
+            recorder = stem is _RECORDER and not cause
+            cause = _LIMIT if recorder else _WORDS.get((stem, code.co_name), cause or _READ)
+        frame = frame.f_back
+    return cause or _READ, ""
+
+
+def _stem(name: str) -> str | None:
+    """Return what a file is: see ``_stems``."""
+    if name.startswith(_PACKAGE):
+        found: str | None = Path(name).stem
+    elif name.startswith(_RECORDER):
+        found = _RECORDER
+    elif name.startswith((*_LIBRARIES, *_GENERATED)):
+        found = ""
+    elif name.startswith(_STDLIB) and not any(part in name for part in _INSTALLED):
+        found = ""  # contextlib, copy and threading call us for somebody
+    else:
+        found = None
+    _stems[name] = found
+    return found
+
+
+def note(graph: Graph, known: bool) -> None:
+    """Count a run of what was recorded, its cause and line, and whether its program was ``known``."""
+    cause, line = cause_and_line()
+    counters.count_materialisation(cause, line, known)
+    if known:
+        storms.calm(line)
+    else:
+        storms.note(line, graph)
