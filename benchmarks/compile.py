@@ -11,10 +11,8 @@ its rounds. Every round waits for its results.
 from __future__ import annotations
 
 import argparse
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,51 +25,10 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 from peers import gpt, resnet
+from peers.race import Thunk, race, report
+from peers.training import JaxTraining
 
-Thunk = Callable[[], Any]
 DEVICE = "jax"
-
-
-def wait(result: Any) -> None:
-    """Wait until a result is computed."""
-    if isinstance(result, torch.Tensor):
-        if result.device.type == "jax":
-            torch.jax.synchronize()
-        elif result.device.type == "cuda":
-            torch.cuda.synchronize()
-    else:
-        jax.block_until_ready(result)
-
-
-def race(contenders: dict[str, Thunk], rounds: int, calls: int = 1) -> dict[str, float]:
-    """Return the median seconds of a call of each contender; each is run twice before."""
-    first = {}
-    for name, run in contenders.items():
-        started = time.perf_counter()
-        wait(run())
-        first[name] = time.perf_counter() - started
-        wait(run())
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name, run in contenders.items():
-            started = time.perf_counter()
-            for _ in range(calls):
-                result = run()
-            wait(result)
-            times[name].append((time.perf_counter() - started) / calls)
-    for name, seconds in first.items():
-        print(f"    {name:24} first call {seconds:8.2f} s")
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
-def report(title: str, times: dict[str, float], peer: str, limit: float | None = None) -> None:
-    """Print times and ratios to a peer, and whether ours is within the limit."""
-    print(title)
-    for name, seconds in times.items():
-        print(f"    {name:24} {seconds * 1e3:10.3f} ms  {seconds / times[peer]:6.2f} x {peer}")
-    if limit is not None:
-        ratio = times["isthmus"] / times[peer]
-        print(f"    {'ok' if ratio <= limit else 'MISSED'}: {ratio:.2f} x, at most {limit} x")
 
 
 def overhead(rounds: int) -> None:
@@ -102,38 +59,6 @@ def torch_step(model: nn.Module, backend: str, optimizer: Any, loss: Any) -> Cal
         return found.detach()
 
     return step
-
-
-def adamw(p: Any, g: Any, m: Any, v: Any, t: Any, lr: float = 1e-3, decay: float = 0.01) -> Any:
-    """Return what AdamW makes of one parameter and its state."""
-    m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
-    update = m / (1 - 0.9**t) / (jnp.sqrt(v / (1 - 0.999**t)) + 1e-8)
-    return (p * (1 - lr * decay) - lr * update).astype(p.dtype), m, v
-
-
-class JaxTraining:
-    """A model's parameters and AdamW state in JAX, and a step that donates them."""
-
-    def __init__(self, p: dict[str, Any], loss: Callable[..., Any], extra: Any = None) -> None:
-        zeros = {name: jnp.zeros_like(value) for name, value in p.items()}
-        self.state = (p, zeros, {k: jnp.zeros_like(v) for k, v in p.items()}, jnp.zeros(()), extra)
-
-        def step(state: Any, *batch: Any) -> Any:
-            p, m, v, t, extra = state
-            if extra is None:
-                value, grads = jax.value_and_grad(loss)(p, *batch)
-            else:
-                (value, extra), grads = jax.value_and_grad(loss, has_aux=True)(p, extra, *batch)
-            new = {name: adamw(p[name], grads[name], m[name], v[name], t + 1) for name in p}
-            parts = [{name: triple[n] for name, triple in new.items()} for n in range(3)]
-            return (*parts, t + 1, extra), value
-
-        self.step = jax.jit(step, donate_argnums=0)
-
-    def __call__(self, *batch: Any) -> Any:
-        """Run one step and return the loss."""
-        self.state, value = self.step(self.state, *batch)
-        return value
 
 
 def token_loss(logits: Any, y: Any) -> Any:

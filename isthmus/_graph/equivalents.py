@@ -183,12 +183,56 @@ def attention_backward(
     return tuple(None if g is None else g.to(x.dtype) for g, x in zip(grads, [*given, query], strict=False))
 
 
+def _widened(op: Any, *like: str | None) -> Callable[..., Any]:
+    """Return a norm that keeps its statistics wide, as devices do; a result is cast to its argument's dtype."""
+
+    def run(**arguments: Any) -> tuple[Tensor | None, ...]:
+        results = op(**{name: _wide(v) if isinstance(v, Tensor) else v for name, v in arguments.items()})
+        targets = [None if name is None else arguments.get(name) for name in like]
+        return tuple(
+            r if r is None or t is None else r.to(t.dtype) for r, t in zip(results, targets, strict=True)
+        )
+
+    return run
+
+
+def batch_norm_no_training(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """Return a batch normalized by the running statistics, and those statistics as its gradient takes them."""
+    mean, var = _wide(running_mean), _wide(running_var)
+    given = [None if x is None else _wide(x) for x in (input, weight, bias)]
+    out = torch.batch_norm(*given, mean, var, False, momentum, eps, False)
+    return out.to(input.dtype), mean, (var + eps).rsqrt()
+
+
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     aten.view.default: lambda self, size: self.reshape(size),
     aten.view.dtype: lambda self, dtype: row_major(self).view(dtype),
     aten.as_strided.default: as_strided,
     aten.as_strided_scatter.default: as_strided_scatter,
     aten.linear_backward.default: linear_backward,
+    aten.native_layer_norm.default: _widened(aten.native_layer_norm.default, "input", None, None),
+    aten.native_layer_norm_backward.default: _widened(
+        aten.native_layer_norm_backward.default, "input", "weight", "bias"
+    ),
+    aten.native_batch_norm.default: _widened(aten.native_batch_norm.default, "input", None, None),
+    aten._native_batch_norm_legit.no_stats: _widened(
+        aten._native_batch_norm_legit.no_stats, "input", None, None
+    ),
+    aten._native_batch_norm_legit_functional.default: _widened(
+        aten._native_batch_norm_legit_functional.default, "input", None, None, "running_mean", "running_var"
+    ),
+    aten._native_batch_norm_legit_no_training.default: batch_norm_no_training,
+    aten.native_batch_norm_backward.default: _widened(
+        aten.native_batch_norm_backward.default, "input", "weight", "weight"
+    ),
     aten._thnn_fused_lstm_cell.default: lstm_cell,
     aten._thnn_fused_lstm_cell_backward_impl.default: lstm_cell_backward,
     aten._thnn_fused_gru_cell.default: gru_cell,

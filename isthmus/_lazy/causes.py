@@ -7,7 +7,6 @@ import sysconfig
 from pathlib import Path
 from types import FrameType
 
-import isthmus
 from isthmus._graph.graph import Graph
 from isthmus._lazy import storms
 from isthmus._lazy.lines import _LIBRARIES
@@ -38,7 +37,7 @@ _READ = "a read"
 _RECORDER = "<isthmus entry "
 _RUNNERS = ("causes", "programs")
 
-_PACKAGE = str(Path(isthmus.__file__).parent) + "/"
+_PACKAGE = str(Path(__file__).parent.parent) + "/"
 _STDLIB = tuple({sysconfig.get_path(name) + "/" for name in ("stdlib", "platstdlib")})
 _INSTALLED = ("site-packages/", "dist-packages/")
 _GENERATED = ("<isthmus ", "<frozen ", "<eval_with_key>")

@@ -115,8 +115,8 @@ def _check_counters(optimizer: Optimizer) -> None:
     """Raise if the optimizer counts its steps on the CPU, where a replay would not count."""
     if any(not group.get("capturable", True) and not group.get("fused") for group in optimizer.param_groups):
         raise JitError(
-            f"isthmus.jit: {type(optimizer).__name__} counts its steps in a tensor on the CPU, which a replay would not "
-            f"change; make it with capturable=True, which keeps the count on the device"
+            f"isthmus.jit: {type(optimizer).__name__} counts its steps in a tensor on the CPU, which a replay "
+            f"would not change; make it with capturable=True, which keeps the count on the device"
         )
 
 
