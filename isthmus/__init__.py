@@ -10,6 +10,7 @@ import torch  # noqa: F401
 import _isthmus_autoload
 from isthmus import config, errors
 from isthmus._device.registration import register
+from isthmus._graph.backends import register_backend
 from isthmus.explain import explain
 from isthmus.modes import jit, lazy, mode, set_mode, sync
 
@@ -24,12 +25,15 @@ __all__ = [
     "metrics",
     "mode",
     "register",
+    "register_backend",
     "set_mode",
     "sync",
 ]
 
 if _isthmus_autoload.asked_for:
     register()
+if config.mode == "lazy":
+    set_mode("lazy")
 
 
 def __getattr__(name: str) -> Any:

@@ -54,7 +54,7 @@ class Settings:
         "eager",
         "ISTHMUS_MODE",
         ("eager", "lazy"),
-        "Whether ops run at once or are recorded; `isthmus.set_mode` changes it.",
+        "Whether ops run at once or are recorded when a process starts; `isthmus.set_mode` changes it.",
     )
     backend: str = _setting(
         "xla",

@@ -23,8 +23,8 @@ def set_mode(name: str) -> None:
 
     if name not in ("eager", "lazy"):
         raise ConfigError(f"isthmus.set_mode({name!r}) is not a choice; choose from 'eager', 'lazy'")
-    if name == "lazy":
-        _install()
+    if name == "lazy" and current.recording_entry is None:
+        current.recording_entry = _recording_entry
     leaving = current.lazy
     current.lazy = name == "lazy"
     if name == "eager" and leaving:
@@ -68,14 +68,23 @@ def jit(
     """
     if function is None:
         return lambda found: jit(found, donate=donate, static_argnames=static_argnames)
-    _install()
+    _load()
     from isthmus._lazy.jit import Jitted
 
     return Jitted(function, donate, static_argnames)
 
 
-def _install() -> None:
+def _load() -> None:
+    """Load the recorder, and JAX with it."""
     import isthmus._device.kernels  # noqa: F401  # the lowerings come before what records them
     from isthmus._lazy import record
 
     record.install()
+
+
+def _recording_entry(kernel: Any) -> Callable[..., Any]:
+    """Load the recorder when the first op is recorded."""
+    from isthmus._device.mode import current
+
+    _load()
+    return current.recording_entry(kernel)

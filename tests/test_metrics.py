@@ -109,6 +109,7 @@ def add_one(x: torch.Tensor) -> torch.Tensor:
 
 
 compiled = torch.compile(add_one, backend="isthmus")
+replayed = isthmus.jit(add_one)
 CAUSES: dict[str, tuple[str, Callable[[torch.Tensor], Any]]] = {
     "item": (".item(), bool(), float() or int()", lambda x: (x * 3).sum().item()),
     "bool": (".item(), bool(), float() or int()", lambda x: bool((x * 3).sum() > 0)),
@@ -125,6 +126,7 @@ CAUSES: dict[str, tuple[str, Callable[[torch.Tensor], Any]]] = {
     "save": ("the bytes of a storage", lambda x: torch.save(x * 3, io.BytesIO())),
     "dlpack": ("DLPack", lambda x: torch.from_dlpack(x * 3)),
     "compile": ("a compiled function", lambda x: compiled(x * 3)),
+    "jit": ("an isthmus.jit function", lambda x: replayed(x * 3)),
     "set_mode": ("set_mode()", lambda x: (x.add_(1), isthmus.set_mode("eager"))),
     "limit": ("the limit on graph size", limit),
 }

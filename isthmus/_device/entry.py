@@ -29,6 +29,7 @@ from torch import Tensor
 from isthmus._device import generator, mode
 from isthmus._device.buffer import Buffer, Signature, buffer_of
 from isthmus._device.hosts import array_from_cpu
+from isthmus._graph.nodes import Node
 from isthmus._graph.schema import ABSENT, Argument
 from isthmus._runtime import private
 from isthmus._runtime.hosts import device_number
@@ -172,7 +173,7 @@ def _scope(kernel: Kernel) -> dict[str, Any]:
         "_ABSENT": ABSENT,
         "_Tensor": Tensor,
         "_alias_pattern": alias_pattern,
-        "_array_of": held_by,
+        "_array_of": None,
         "_default_dtype": torch.get_default_dtype,
         "_foreign": foreign,
         "_list_part": list_part,
@@ -190,11 +191,6 @@ def _execute(body: list[str], kernel: Kernel, scope: dict[str, Any]) -> Callable
     # Tracebacks and debuggers find the lines here.
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
     return scope[_function_name(kernel)]
-
-
-def held_by(buffer: Buffer) -> Any:
-    """Return the array in a buffer."""
-    return buffer.held
 
 
 def number_part(value: Any, inputs: list[Any], number: Callable[[Any], Any]) -> Any:
@@ -220,7 +216,7 @@ def list_part(
     dynamic: bool,
     inputs: list[Any],
     number: Callable[[Any], Any],
-    array_of: Callable[[Buffer], Any],
+    array_of: Callable[[Buffer], Any] | None,
     offset_of: Callable[[Any], Any],
 ) -> Any:
     """Return a list's part of the key, of tensors and of numbers; a number alone is like a list of one."""
@@ -235,7 +231,8 @@ def list_part(
                 buffer = foreign(value)
             offset = value.storage_offset()
             parts += (buffer.signature, value.dtype, value.shape, value.stride(), offset != 0)
-            inputs.append(array_of(buffer))
+            held = buffer.held
+            inputs.append(held if array_of is None or type(held) is Node else array_of(buffer))
             if offset:
                 inputs.append(offset_of(offset))
         else:

@@ -15,11 +15,7 @@ class Mode:
         self.lazy = False
         self.capture: Any = None  # what isthmus.jit is recording a function into
         self.materialise: Callable[[], None] = lambda: None
-        self.recording_entry: Callable[[Any], Callable[..., Any]] = _no_recorder
-
-
-def _no_recorder(kernel: Any) -> Callable[..., Any]:
-    raise AssertionError("lazy mode is on and nothing records")
+        self.recording_entry: Any = None
 
 
 current = Mode()

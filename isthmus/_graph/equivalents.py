@@ -10,12 +10,13 @@ from torch import Tensor
 
 from isthmus._graph.names import Missing, aten
 
+HALVES = (torch.float16, torch.bfloat16)
 Gradients = tuple[Tensor | None, ...]
 
 
 def _wide(x: Tensor) -> Tensor:
     """Return a tensor in the dtype that sums of it are kept in."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    return x.float() if x.dtype in HALVES else x
 
 
 def row_major(x: Tensor) -> Tensor:
@@ -176,7 +177,8 @@ def attention_backward(
     with torch.enable_grad():
         wide = [_wide(x).clone() for x in given]
         leaves = [x.requires_grad_() for x in wide if x.is_floating_point()]
-        found = _attention(*wide[:3], wide[3] if attn_bias is not None else None, is_causal, scale)
+        q, k, v, *bias = wide
+        found = _attention(q, k, v, bias[0] if bias else None, is_causal, scale)
     grads: list[Tensor | None] = list(torch.autograd.grad(found, leaves, _wide(grad_out)))
     if attn_bias is None or attn_bias.dtype == torch.bool:
         grads.append(None if attn_bias is None else torch.zeros_like(attn_bias))
@@ -207,8 +209,8 @@ def batch_norm_no_training(
 ) -> tuple[Tensor, ...]:
     """Return a batch normalized by the running statistics, and those statistics as its gradient takes them."""
     mean, var = _wide(running_mean), _wide(running_var)
-    given = [None if x is None else _wide(x) for x in (input, weight, bias)]
-    out = torch.batch_norm(*given, mean, var, False, momentum, eps, False)
+    scale, shift = (None if x is None else _wide(x) for x in (weight, bias))
+    out = torch.batch_norm(_wide(input), scale, shift, mean, var, False, momentum, eps, False)
     return out.to(input.dtype), mean, (var + eps).rsqrt()
 
 
@@ -218,21 +220,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     aten.as_strided.default: as_strided,
     aten.as_strided_scatter.default: as_strided_scatter,
     aten.linear_backward.default: linear_backward,
-    aten.native_layer_norm.default: _widened(aten.native_layer_norm.default, "input", None, None),
-    aten.native_layer_norm_backward.default: _widened(
-        aten.native_layer_norm_backward.default, "input", "weight", "bias"
-    ),
-    aten.native_batch_norm.default: _widened(aten.native_batch_norm.default, "input", None, None),
-    aten._native_batch_norm_legit.no_stats: _widened(
-        aten._native_batch_norm_legit.no_stats, "input", None, None
-    ),
-    aten._native_batch_norm_legit_functional.default: _widened(
-        aten._native_batch_norm_legit_functional.default, "input", None, None, "running_mean", "running_var"
-    ),
     aten._native_batch_norm_legit_no_training.default: batch_norm_no_training,
-    aten.native_batch_norm_backward.default: _widened(
-        aten.native_batch_norm_backward.default, "input", "weight", "weight"
-    ),
     aten._thnn_fused_lstm_cell.default: lstm_cell,
     aten._thnn_fused_lstm_cell_backward_impl.default: lstm_cell_backward,
     aten._thnn_fused_gru_cell.default: gru_cell,
@@ -240,5 +228,16 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_fused_attention_overrideable.default: attention,
     aten._scaled_dot_product_fused_attention_overrideable_backward.default: attention_backward,
 }
+# The argument whose dtype each result of a norm has; statistics have none.
+_NORMS: dict[Any, tuple[str | None, ...]] = {
+    aten.native_layer_norm.default: ("input", None, None),
+    aten.native_layer_norm_backward.default: ("input", "weight", "bias"),
+    aten.native_batch_norm.default: ("input", None, None),
+    aten._native_batch_norm_legit.no_stats: ("input", None, None),
+    aten._native_batch_norm_legit_functional.default: ("input", None, None, "running_mean", "running_var"),
+    aten.native_batch_norm_backward.default: ("input", "weight", "weight"),
+}
 EQUIVALENTS = {op: function for op, function in _FUNCTIONS.items() if not isinstance(op, Missing)}
 """A function of CPU tensors for each op that the CPU has none of, or that reads memory rather than values."""
+WIDENED = {op: _widened(op, *like) for op, like in _NORMS.items() if not isinstance(op, Missing)}
+"""A function for each op whose results have other dtypes on the CPU where some argument is of half precision."""

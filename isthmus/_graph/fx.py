@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from isthmus._graph.equivalents import EQUIVALENTS
+from isthmus._graph.equivalents import EQUIVALENTS, HALVES, WIDENED
 from isthmus._graph.graph import Graph, check, fill
 from isthmus._graph.nodes import Call, Input, Item, Leaf, Node
 from isthmus._graph.reference import numbers_for_tensors, perform
@@ -74,6 +74,8 @@ def _is_plain(node: Node) -> bool:
     call = node.call
     assert isinstance(call, Call)
     if call.random or call.op in EQUIVALENTS or call.context[0] != torch.float32:
+        return False
+    if call.op in WIDENED and any(i.type.dtype in HALVES for i in node.inputs):
         return False
     if any(isinstance(r.type, torch.ListType) for r in call.op._schema.returns):
         return False

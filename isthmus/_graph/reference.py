@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from isthmus._graph.equivalents import EQUIVALENTS
+from isthmus._graph.equivalents import EQUIVALENTS, WIDENED
 from isthmus._graph.graph import Graph, check, evaluate, fill
 from isthmus._graph.nodes import Call, Node, Type
 from isthmus._graph.schema import schema_of
@@ -92,8 +92,9 @@ def seed_of(draw: Tensor) -> int:
 @functools.cache
 def _function(op: OpOverload) -> Callable[..., Any]:
     """Return what computes an op: its equivalent, its kernel, or torch's decomposition where it has none."""
-    if op in EQUIVALENTS:
-        return EQUIVALENTS[op]
+    found = EQUIVALENTS.get(op) or WIDENED.get(op)
+    if found is not None:
+        return found
 
     def run(**arguments: Any) -> Any:
         try:

@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from sys import getrefcount
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -220,14 +219,16 @@ class Capture:
     def _first_run(self, live: list[Buffer]) -> list[Any]:
         wanted: tuple[Node, ...] = tuple([b.held for b in live])
         if not wanted:
-            self.program = None
+            self.program: Any = None
             return []
         self.family, self.program = programs.find(wanted, self.donate)
         self.wanted = wanted
         self.inputs = [self.sources[leaf.index] for leaf in self.program.arrays]
         self.constants = self.program.constants(trace)
         self.generators = list(trace.generators[: self.program.draws])
-        found = self.program(trace)
+        arrays = [trace.arrays[leaf.index] for leaf in self.program.arrays]
+        trace.arrays.clear()
+        found = self.program(arrays, self.constants, trace.draws[: self.program.draws])
         checks.postpone(self.program.flags(found))
         return self.family.spread(wanted, found)
 
@@ -245,10 +246,8 @@ class Capture:
             for index in self.program.donated:
                 if getrefcount(inputs[index]) != _OWNED:
                     inputs[index] = copied(inputs[index])
-            inputs += self.constants
-            if self.generators:
-                inputs.append(np.stack([generator.draw(g) for g in self.generators]))
-            outputs = self.program.executable.call(*inputs)
+            draws = [generator.draw(g) for g in self.generators]
+            outputs = self.program(inputs, self.constants, draws)
             del inputs
             found = self.family.spread(self.wanted, outputs)
             flags = self.program.flags(outputs)

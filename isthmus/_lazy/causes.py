@@ -16,6 +16,7 @@ from isthmus._runtime import counters
 _WORDS = {
     ("fallback", "attempt"): "an op tried on the CPU",
     ("fallback", "run"): "a fallback op",
+    ("jit", "__call__"): "an isthmus.jit function",
     ("modes", "lazy"): "the end of a lazy block",
     ("modes", "set_mode"): "set_mode()",
     ("modes", "sync"): "sync()",

@@ -10,9 +10,11 @@ from typing import Any
 from isthmus import config
 from isthmus._device import checks
 from isthmus._device.buffer import Buffer, Lost
+from isthmus._graph.backends import backend_named
 from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import TABLE, Leaf, Node, forget_all_but
 from isthmus._lazy import causes, storms
+from isthmus._lazy.hosted import HostedProgram
 from isthmus._lazy.trace import trace
 from isthmus._lazy.xla import XlaProgram
 from isthmus._runtime import counters
@@ -33,10 +35,11 @@ class Family:
         self.moving: list[int] = []
         self.seen: list[int] = []
         self.used = frozenset(leaf.index for leaf in leaves if leaf.kind == "array")
-        self.programs: dict[Any, XlaProgram] = {}
+        self.backend = config.backend
+        self.programs: dict[Any, XlaProgram | HostedProgram] = {}
         self.known = False  # whether the program last asked for was there
 
-    def find(self, dying: frozenset[int]) -> XlaProgram:
+    def find(self, dying: frozenset[int]) -> XlaProgram | HostedProgram:
         """Return the program for the trace's offsets; an offset that has changed since is an input from then on."""
         offsets = [trace.offsets[at] for at in self.fixed]
         key = (tuple(offsets), dying)
@@ -51,7 +54,10 @@ class Family:
             self.programs.clear()
         self.seen = [trace.offsets[at] for at in self.fixed]
         fixed = dict(zip(self.fixed, self.seen, strict=True))
-        found = XlaProgram(self.graph, fixed, self.moving, dying, trace.lines)
+        if self.backend == "xla":
+            found = XlaProgram(self.graph, fixed, self.moving, dying, trace.lines)
+        else:
+            found = HostedProgram(self.graph, backend_named(self.backend))
         self.programs[(tuple(self.seen), dying)] = found
         return found
 
@@ -63,7 +69,7 @@ class Family:
         return [values[n] for n in wanted]
 
 
-_families: OrderedDict[tuple[Node, ...], Family] = OrderedDict()
+_families: OrderedDict[tuple[Any, ...], Family] = OrderedDict()
 
 
 def materialise() -> None:
@@ -86,7 +92,8 @@ def materialise() -> None:
             buffer.held = value
         trace.reset()
         if len(TABLE) > _NODES:
-            forget_all_but(n for outputs in _families for n in outputs)
+            trace.known.clear()
+            forget_all_but(n for family in _families.values() for n in family.unique)
     if errors:
         checks.postpone(errors)
     storms.warn()
@@ -96,20 +103,23 @@ def _run(live: list[Buffer]) -> tuple[list[Any], list[Any]]:
     """Return the arrays of these buffers, and the conditions their program requires."""
     wanted = tuple([buffer.held for buffer in live])
     family, program = find(wanted)
-    found = program(trace)
+    arrays = [trace.arrays[leaf.index] for leaf in program.arrays]
+    trace.arrays.clear()  # so that those the program is given are nobody else's
+    found = program(arrays, program.constants(trace), trace.draws[: program.draws])
     causes.note(family.graph, family.known)
     return family.spread(wanted, found), program.flags(found)
 
 
-def find(wanted: tuple[Node, ...], donate: bool = True) -> tuple[Family, XlaProgram]:
+def find(wanted: tuple[Node, ...], donate: bool = True) -> tuple[Family, XlaProgram | HostedProgram]:
     """Return the program that computes these nodes from the leaves of the trace."""
-    family = _families.get(wanted)
+    key = (config.backend, *wanted)
+    family = _families.get(key)
     if family is None:
-        family = _families[wanted] = Family(wanted)
+        family = _families[key] = Family(wanted)
         while len(_families) > config.programs:
             _families.popitem(last=False)
     else:
-        _families.move_to_end(wanted)
+        _families.move_to_end(key)
     return family, family.find(_dying(family.used) if donate else frozenset())
 
 

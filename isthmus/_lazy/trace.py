@@ -15,7 +15,7 @@ import torch
 
 from isthmus import config
 from isthmus._device import generator
-from isthmus._device.buffer import Buffer
+from isthmus._device.buffer import Buffer, Signature
 from isthmus._graph.nodes import Node, Type, leaf
 from isthmus._runtime.dtypes import to_torch_dtype
 from isthmus._runtime.hosts import NUMBER_DTYPES
@@ -37,6 +37,7 @@ class Trace:
         self.places: dict[int, int] = {}
         # Nodes of leaves by their place: those of arrays differ from trace to trace, the others never do.
         self.array_nodes: list[Node] = []
+        self.known: dict[tuple[int, Signature], Node] = {}
         self.number_nodes: dict[torch.dtype, list[Node]] = {dtype: [] for dtype in _TYPES}
         self.offset_nodes: list[Node] = []
         self.numbers: dict[torch.dtype, list[Any]] = {dtype: [] for dtype in _TYPES}
@@ -62,9 +63,14 @@ class Trace:
         at = self.places[id(buffer)] = len(self.arrays)
         self.arrays.append(buffer.value)
         self.origins.append(ref(buffer))
-        signature = buffer.signature
-        found = leaf("array", at, Type(signature.shape, to_torch_dtype(signature.dtype)))
+        key = (at, buffer.signature)
+        found = self.known.get(key) or self._new_array(key)
         self.array_nodes.append(found)
+        return found
+
+    def _new_array(self, key: tuple[int, Signature]) -> Node:
+        at, signature = key
+        found = self.known[key] = leaf("array", at, Type(signature.shape, to_torch_dtype(signature.dtype)))
         return found
 
     def number(self, value: Any) -> Node:

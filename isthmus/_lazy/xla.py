@@ -110,13 +110,10 @@ class XlaProgram:
             where = self.lines.get(node) or 'set isthmus.config.lines = "on" to see where'
             raise IsthmusError(f"{node.call.op} could not be compiled ({where}): {error}") from error
 
-    def __call__(self, trace: Trace) -> Sequence[Array]:
-        """Run on the leaves of a trace and return outputs, then the conditions it requires."""
-        inputs = [trace.arrays[leaf.index] for leaf in self.arrays] + self.constants(trace)
-        if self.draws:
-            inputs.append(np.stack(trace.draws[: self.draws]))
-        trace.arrays.clear()
-        return self.executable.call(*inputs)
+    def __call__(self, arrays: list[Array], constants: list[Array], draws: list[Array]) -> Sequence[Array]:
+        """Run on an array for each of ``arrays`` and return outputs, then the conditions it requires."""
+        words = [np.stack(draws)] if self.draws else []
+        return self.executable.call(*arrays, *constants, *words)
 
     def constants(self, trace: Trace) -> list[Array]:
         """Return the inputs made of a trace's numbers and offsets."""
