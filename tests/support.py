@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+import isthmus
 import tests.cases
 from isthmus._graph.names import Missing
 
@@ -154,9 +155,19 @@ def in_mode(function: Any, mode: str) -> Any:
     """Return a function as a mode runs it."""
     if mode == "eager":
         return function
+    if mode == "lazy":
+        return _lazily(function)
     assert mode == "compiled", mode
     torch._dynamo.reset()
     return torch.compile(lambda *a, **k: function(*a, **k), backend="isthmus", dynamic=False)
+
+
+def _lazily(function: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with isthmus.lazy():
+            return function(*args, **kwargs)
+
+    return call
 
 
 def expected(case: Case, widen: bool = False) -> Any:

@@ -143,11 +143,17 @@ def test_a_read_runs_everything_once() -> None:
 # ---- modes
 
 
+def changed_and_raised(x: Tensor) -> None:
+    with isthmus.lazy():
+        x.add_(1)
+        raise KeyError
+
+
 def test_modes_nest_and_end_with_an_exception() -> None:
     assert isthmus.mode() == "lazy"
     x = arange(3)
-    with pytest.raises(KeyError), isthmus.lazy():
-        x = (x + 1, {}["nothing"])[0]
+    with pytest.raises(KeyError):
+        changed_and_raised(x)
     assert isthmus.mode() == "lazy"
     assert pending(x * 2)
     isthmus.set_mode("eager")
@@ -159,15 +165,15 @@ def test_modes_nest_and_end_with_an_exception() -> None:
     assert isthmus.mode() == "eager"
     assert not pending(y)
     assert y.tolist() == [3, 6, 9]
-    with pytest.raises(KeyError), isthmus.lazy():
-        x.add_(1)
-        raise KeyError
+    with pytest.raises(KeyError):
+        changed_and_raised(x)
     assert isthmus.mode() == "eager"
+    assert not pending(x)
     assert x.tolist() == [2, 3, 4]
 
 
 def test_a_mode_that_does_not_exist() -> None:
-    with pytest.raises(ConfigError, match="'fast'.*'eager', 'lazy'"):
+    with pytest.raises(ConfigError, match=r"'fast'.*'eager', 'lazy'"):
         isthmus.set_mode("fast")
     assert isthmus.mode() == "lazy"
 
@@ -325,16 +331,22 @@ def test_writes_join_the_graph() -> None:
 
 
 def test_hooks() -> None:
-    seen: list[Any] = []
-    layer = nn.Linear(3, 2).to("jax")
-    layer.register_forward_hook(lambda m, i, o: o * 2)
-    layer.register_full_backward_hook(lambda m, gi, go: seen.append(go[0].sum().item()))  # a read in backward
-    layer.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.mul_(-1) is None))
-    layer.bias.register_hook(lambda g: g * 10)
-    layer(arange(6, 2, 3).requires_grad_()).sum().backward()
-    assert sorted(seen) == [False, 8.0]
-    assert layer.bias.grad.tolist() == [40.0, 40.0]
-    assert layer.weight.grad.tolist() == [[-6.0, -10.0, -14.0]] * 2
+    def run(device: str) -> list[Any]:
+        seen: list[Any] = []
+        torch.manual_seed(0)
+        layer = nn.Linear(3, 2).to(device)
+        layer.register_forward_hook(lambda m, i, o: o * 2)
+        layer.register_full_backward_hook(
+            lambda m, gi, go: seen.append(go[0].sum().item())
+        )  # a read in backward
+        layer.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.mul_(-1).tolist()))
+        layer.bias.register_hook(lambda g: g * 10)
+        x = torch.arange(6.0).reshape(2, 3).to(device).requires_grad_()
+        layer(x).square().sum().backward()
+        return [*seen, layer.bias.grad.tolist(), layer.weight.grad.tolist(), x.grad.tolist()]
+
+    for got, want in zip(run("jax"), run("cpu"), strict=True):
+        torch.testing.assert_close(torch.tensor(got), torch.tensor(want))
 
 
 def test_double_backward_and_transforms() -> None:
@@ -491,36 +503,15 @@ def test_an_index_out_of_range_raises_at_the_next_read() -> None:
 
 
 def test_an_index_out_of_range_raises_after_sync_and_on_leaving() -> None:
-    wrong = out_of_range(9)
+    kept = [out_of_range(9)]
     isthmus.sync()
     with pytest.raises(IndexError, match="out of range"):
         arange(2).sum().item()
-    del wrong
     isthmus.set_mode("eager")
     with pytest.raises(IndexError, match="out of range"), isthmus.lazy():
-        wrong = out_of_range(9)
+        kept.append(out_of_range(9))
     assert isthmus.mode() == "eager"
     assert arange(2).tolist() == [0, 1]
-
-
-def test_the_config_turns_index_checks_off() -> None:
-    with setting("check_indices", "off"):
-        wrong = out_of_range(9)
-        assert wrong.shape == (1,)
-        wrong.tolist()
-
-
-def test_the_line_named_is_that_of_this_recording() -> None:
-    def first() -> Tensor:
-        return arange(5).index_select(0, torch.tensor([1, 2]).to("jax"))
-
-    def second() -> Tensor:
-        return arange(5).index_select(0, torch.tensor([1, 9]).to("jax"))
-
-    assert first().tolist() == [1, 2]
-    with pytest.raises(IndexError) as caught:
-        second().tolist()
-    assert f"{__file__}:{second.__code__.co_firstlineno + 1}" in str(caught.value)
 
 
 def fragile(name: str) -> tuple[Any, Any, list[bool]]:

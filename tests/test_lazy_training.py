@@ -34,16 +34,27 @@ class DropoutMLP(nn.Module):
         return torch.randn(6, 8, generator=g), torch.randint(0, 4, (6,), generator=g)
 
 
-class ResNet18(ResNet):
-    """Four stages of two blocks, narrow."""
+class SmallResNet(ResNet):
+    """Two blocks."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stem[0] = nn.Conv2d(3, 4, 3, padding=1, bias=False)
-        widths = [(4, 4, 1), (4, 8, 2), (8, 8, 2), (8, 8, 2)]
-        self.blocks = nn.Sequential(
-            *[nn.Sequential(Block(i, o, s), Block(o, o, 1)) for i, o, s in widths]  # type: ignore[arg-type]
-        )
+
+
+class ResNet18(SmallResNet):
+    """Four stages of two blocks, narrow, in float64: so many norms over few samples magnify a float32's rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        stages = [(4, 4, 1), (4, 8, 2), (8, 8, 2), (8, 8, 2)]
+        self.blocks = nn.Sequential(*[nn.Sequential(Block(i, o, s), Block(o, o, 1)) for i, o, s in stages])
+        self.double()
+
+    @staticmethod
+    def batch(g: torch.Generator) -> tuple[Tensor, ...]:
+        x, y = ResNet.batch(g)
+        return x.double(), y
 
 
 class Layer(nn.Module):
@@ -59,7 +70,9 @@ class Layer(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        split = [t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.before(x)).chunk(3, -1)]
+        split = [
+            t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.before(x)).chunk(3, -1)
+        ]
         mixed = F.scaled_dot_product_attention(*split, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return x + self.mlp(self.after(x))
@@ -95,12 +108,12 @@ EXTRAS = ["schedule", "clip", "accumulate", "bfloat16", "ema"]
 
 @dataclass
 class Log:
-    """What a training left behind: numbers per step, and the weights at its end."""
+    """What a training left behind: numbers per step, and the weights and statistics at its end."""
 
     losses: list[float] = field(default_factory=list)
     compilations: list[int] = field(default_factory=list)
     programs: list[int] = field(default_factory=list)
-    weights: list[Tensor] = field(default_factory=list)
+    state: list[Tensor] = field(default_factory=list)
 
 
 class Training:
@@ -154,33 +167,66 @@ class Training:
             log.compilations.append(after["compilations"] - before.get("compilations", 0))
             log.programs.append(after.get("programs run", 0) - before.get("programs run", 0))
         state = [*self.model.state_dict().values(), *self.average.state_dict().values()]
-        log.weights = [t.cpu() for t in state]
+        log.state = [t.cpu() for t in state]
         return log
 
 
 def check(make: Any, optimizer: str, extras: list[str], steps: int) -> None:
     """Train in both modes and compare."""
     eager = Training(make, optimizer, extras).run(steps)
+    assert eager.losses[3] != eager.losses[0]  # the same batch again: it learns
+    isthmus.metrics.clear()
     with isthmus.lazy():
         lazy = Training(make, optimizer, extras).run(steps)
     assert not isthmus.metrics.fallbacks()
     assert sum(lazy.compilations[3:]) == 0
     assert lazy.programs == [1] * steps
-    assert len(set(lazy.losses)) == steps  # it trains
-    print([abs(a-b)/abs(a) for a,b in zip(eager.losses,lazy.losses)])
-    close = tolerance(extras)
-    torch.testing.assert_close(torch.tensor(lazy.losses), torch.tensor(eager.losses), **close)
-    for got, want in zip(lazy.weights, eager.weights, strict=True):
-        torch.testing.assert_close(got, want, **close)
+    # One program adds in another order than many do, at most a few last bits per step; no weight has a gradient that
+    # is zero but for rounding (no bias before a norm or in a key), which Adam would blow up to a whole step.
+    torch.testing.assert_close(torch.tensor(lazy.losses), torch.tensor(eager.losses), rtol=1e-5, atol=1e-6)
+    for got, want in zip(lazy.state, eager.state, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
-def tolerance(extras: list[str]) -> dict[str, float]:
-    return {"rtol": 1e-5, "atol": 1e-6}
-
-
-@pytest.mark.parametrize("extra", [None, *EXTRAS, "all"])
+@pytest.mark.parametrize("extras", [[], EXTRAS], ids=["plain", "all"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("make", [DropoutMLP, ResNet, LSTM, GPT, ResNet18], ids=lambda m: m.__name__)
-def test_losses_equal_eagers(make: Any, optimizer: str, extra: str) -> None:
-    extras = [] if extra is None else EXTRAS if extra == "all" else [extra]
+def test_mlp(optimizer: str, extras: list[str]) -> None:
+    check(DropoutMLP, optimizer, extras, 20)
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_mlp_with_one_extra(extra: str) -> None:
+    check(DropoutMLP, "AdamW", [extra], 20)
+
+
+MODELS = [SmallResNet, LSTM, GPT]
+NAMES = [make.__name__ for make in MODELS]
+
+
+@pytest.mark.parametrize(("make", "optimizer"), list(zip(MODELS, OPTIMIZERS, strict=True)), ids=NAMES)
+def test_model(make: Any, optimizer: str) -> None:
+    check(make, optimizer, EXTRAS, 6)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("extras", [[], EXTRAS], ids=["plain", "all"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("make", MODELS, ids=NAMES)
+def test_model_longer(make: Any, optimizer: str, extras: list[str]) -> None:
     check(make, optimizer, extras, 20)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("make", MODELS, ids=NAMES)
+def test_model_with_one_extra(make: Any, extra: str) -> None:
+    check(make, "AdamW", [extra], 20)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_resnet18(optimizer: str) -> None:
+    check(ResNet18, optimizer, ["schedule", "clip", "accumulate", "ema"], 20)

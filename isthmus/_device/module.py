@@ -76,8 +76,9 @@ def synchronize(device: Any = None) -> None:
     """Wait until every computation on the device is done, and raise what waited to be raised."""
     import jax
 
-    from isthmus._device import checks
+    from isthmus._device import checks, mode
 
+    mode.current.materialise()
     jax.effects_barrier()
     jax.block_until_ready([array for array in jax.live_arrays() if not array.is_deleted()])
     checks.raise_pending()

@@ -213,10 +213,11 @@ def _made(call: Call) -> Any:
 
 def _number(given: Node) -> Any:
     """Return the number of a constant, None of anything else."""
-    if given.inputs or not _is(given, _FULL):
+    if not _is(given, _FULL):
         return None
     assert isinstance(given.call, Call)
-    return dict(given.call.arguments)["fill_value"]
+    number = dict(given.call.arguments)["fill_value"]
+    return None if isinstance(number, Input) else _exact(number, given.type.dtype)
 
 
 def _exact(number: Any, dtype: torch.dtype) -> Any:

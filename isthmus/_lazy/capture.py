@@ -22,6 +22,7 @@ from isthmus._lazy import programs
 from isthmus._lazy.lines import user_line
 from isthmus._lazy.roots import Roots
 from isthmus._lazy.trace import trace
+from isthmus._runtime import counters
 from isthmus.errors import JitError
 
 _UNLIMITED = 2**62
@@ -248,6 +249,7 @@ class Capture:
                     inputs[index] = copied(inputs[index])
             draws = [generator.draw(g) for g in self.generators]
             outputs = self.program(inputs, self.constants, draws)
+            counters.count("replays")
             del inputs
             found = self.family.spread(self.wanted, outputs)
             flags = self.program.flags(outputs)

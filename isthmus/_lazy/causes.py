@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
-import sysconfig
-from pathlib import Path
 from types import FrameType
 
 from isthmus._graph.graph import Graph
 from isthmus._lazy import storms
-from isthmus._lazy.lines import _LIBRARIES
+from isthmus._lazy.lines import OWNERS, RECORDER, owner
 from isthmus._runtime import counters
 
 # By file and function. A function calls others that are here as well: the one nearest to the user's code says why.
@@ -35,15 +33,7 @@ _WORDS = {
 # What records an op runs nothing, except where the graph has become too long.
 _LIMIT = "the limit on graph size"
 _READ = "a read"
-_RECORDER = "<isthmus entry "
 _RUNNERS = ("causes", "programs")
-
-_PACKAGE = str(Path(__file__).parent.parent) + "/"
-_STDLIB = tuple({sysconfig.get_path(name) + "/" for name in ("stdlib", "platstdlib")})
-_INSTALLED = ("site-packages/", "dist-packages/")
-_GENERATED = ("<isthmus ", "<frozen ", "<eval_with_key>")
-# None for the user's files, a name for ours, "" for the other libraries'. Strings keep their hash, code does not.
-_stems: dict[str, str | None] = {}
 
 
 def cause_and_line() -> tuple[str, str]:
@@ -53,30 +43,14 @@ def cause_and_line() -> tuple[str, str]:
     while frame is not None:
         code = frame.f_code
         name = code.co_filename
-        stem = _stems[name] if name in _stems else _stem(name)
+        stem = OWNERS[name] if name in OWNERS else owner(name)
         if stem is None:
             return cause or _READ, f"{name}:{frame.f_lineno}"
         if stem and stem not in _RUNNERS and cause is not _LIMIT:
-            recorder = stem is _RECORDER and not cause
+            recorder = stem is RECORDER and not cause
             cause = _LIMIT if recorder else _WORDS.get((stem, code.co_name), cause or _READ)
         frame = frame.f_back
     return cause or _READ, ""
-
-
-def _stem(name: str) -> str | None:
-    """Return what a file is: see ``_stems``."""
-    if name.startswith(_PACKAGE):
-        found: str | None = Path(name).stem
-    elif name.startswith(_RECORDER):
-        found = _RECORDER
-    elif name.startswith((*_LIBRARIES, *_GENERATED)):
-        found = ""
-    elif name.startswith(_STDLIB) and not any(part in name for part in _INSTALLED):
-        found = ""  # contextlib, copy and threading call us for somebody
-    else:
-        found = None
-    _stems[name] = found
-    return found
 
 
 def note(graph: Graph, known: bool) -> None:

@@ -1,31 +1,48 @@
-"""Lines of the user's code: the innermost frame that is neither ours nor torch's nor JAX's."""
+"""Lines of the user's code: the innermost frame whose file is neither ours nor a library's under us."""
 
 from __future__ import annotations
 
 import sys
+import sysconfig
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 
 import jax
 import torch
 
-import isthmus
+RECORDER = "<isthmus entry "
+_PACKAGE = str(Path(__file__).parent.parent) + "/"
+_LIBRARIES = tuple(str(Path(module.__file__ or "").parent) + "/" for module in (torch, jax))
+_STDLIB = tuple({sysconfig.get_path(name) + "/" for name in ("stdlib", "platstdlib")})
+_INSTALLED = ("site-packages/", "dist-packages/")
+_GENERATED = ("<isthmus ", "<frozen ", "<eval_with_key>")
 
-_LIBRARIES = tuple(str(Path(module.__file__ or "").parent) + "/" for module in (isthmus, torch, jax))
-_users: dict[CodeType, bool] = {}
+OWNERS: dict[str, str | None] = {}
+"""What files are, by name: None for the user's, a stem for ours, "" for those of libraries."""
 
 
 def user_line() -> str:
     """Return the file and line of the user's code that is running, or "" on a thread that has none."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not _is_users(frame.f_code):
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if (OWNERS[name] if name in OWNERS else owner(name)) is None:
+            return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
-    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return ""
 
 
-def _is_users(code: CodeType) -> bool:
-    known = _users.get(code)
-    if known is None:
-        name = code.co_filename
-        known = _users[code] = not name.startswith((*_LIBRARIES, "<isthmus ", "<frozen "))
-    return known
+def owner(name: str) -> str | None:
+    """Return what a file is: see ``OWNERS``."""
+    if name.startswith(_PACKAGE):
+        found: str | None = Path(name).stem
+    elif name.startswith(RECORDER):
+        found = RECORDER
+    elif name.startswith((*_LIBRARIES, *_GENERATED)):
+        found = ""
+    elif name.startswith(_STDLIB) and not any(part in name for part in _INSTALLED):
+        found = ""  # contextlib, copy and threading call us for somebody
+    else:
+        found = None
+    OWNERS[name] = found
+    return found
