@@ -164,7 +164,7 @@ class Training:
             before = isthmus.metrics.counts()
             log.losses.append(self.step(n).item())
             after = isthmus.metrics.counts()
-            log.compilations.append(after["compilations"] - before.get("compilations", 0))
+            log.compilations.append(after.get("compilations", 0) - before.get("compilations", 0))
             log.programs.append(after.get("programs run", 0) - before.get("programs run", 0))
         state = [*self.model.state_dict().values(), *self.average.state_dict().values()]
         log.state = [t.cpu() for t in state]

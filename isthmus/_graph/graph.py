@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from torch._ops import OpOverload
+
 from isthmus._graph.nodes import Call, Input, Item, Leaf, Node, reachable
-from isthmus._graph.schema import schema_of
+from isthmus._graph.schema import PLACEMENT, schema_of
 from isthmus.errors import IsthmusError
 
 _ORDER = {"array": 0, "number": 1, "offset": 2, "draw": 3}
@@ -31,6 +33,26 @@ class Graph:
             tuple(n for n in kept if not isinstance(n.call, Leaf)),
             tuple(outputs),
         )
+
+    @property
+    def ops(self) -> tuple[OpOverload, ...]:
+        """Return every op the graph calls, each once, in the order of their first calls."""
+        return tuple(dict.fromkeys(n.call.op for n in self.nodes if isinstance(n.call, Call)))
+
+    def run(self, values: Sequence[Any], lower: Callable[[OpOverload, dict[str, Any]], Any]) -> list[Any]:
+        """Compute the outputs from a value for each input; ``lower`` computes one op.
+
+        It is given the op's arguments by name, defaults included, those that say where a result lives left out; a
+        random op's has a ``draw`` too. It returns a list where there are several results.
+        """
+
+        def call(node: Node, given: list[Any]) -> Any:
+            assert isinstance(node.call, Call)
+            found = arguments_of(node.call, given)
+            arguments = {name: value for name, value in found.items() if name not in PLACEMENT}
+            return lower(node.call.op, arguments | ({"draw": given[-1]} if node.call.random else {}))
+
+        return evaluate(self, values, call)
 
     def __str__(self) -> str:
         from isthmus._graph.text import text

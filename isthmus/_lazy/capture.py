@@ -19,6 +19,7 @@ from isthmus._device.private import empty_tensor, restride
 from isthmus._graph.nodes import Node
 from isthmus._graph.schema import schema_of
 from isthmus._lazy import programs
+from isthmus._lazy.guards import Guard
 from isthmus._lazy.lines import user_line
 from isthmus._lazy.roots import Roots
 from isthmus._lazy.trace import trace
@@ -84,8 +85,6 @@ class Capture:
     def __init__(self, roots: Roots, donate: bool) -> None:
         self.roots, self.donate = roots, donate
         self.hosts: dict[int, tuple[Any, Tensor, Callable[[Tensor], Any]]] = {}
-        self.replayable = False
-        self.reason = ""
 
     def note_host(self, array: Any, tensor: Tensor, again: Callable[[Tensor], Any]) -> None:
         """Remember that an array was moved in from a tensor of another device, and how to do it again."""
@@ -110,19 +109,15 @@ class Capture:
             programs.materialise()
             flat, _ = tree_flatten((args, kwargs))
             known = len(self.roots)
-            state = self.roots.state()
-            before = self._snapshot()
+            self.guard = Guard(self.roots)
+            arguments = [t for t in flat if _is_ours(t) and t.is_leaf and t.requires_grad]
+            self.leaves = [(t, t.grad) for t in [*self.guard.parameters, *arguments]]
             result = self._watched(function, args, kwargs)
             try:
-                return self._keep(result, flat, before, known, state)
+                return self._keep(result, flat, known)
             finally:
                 trace.refusal = None
                 trace.reset()
-
-    def _snapshot(self) -> dict[int, Tensor]:
-        """Return every known tensor by its buffer, so that a write can be counted as one of theirs."""
-        tensors = [t for t in self.roots.all_tensors() if t.device.type == "jax"]
-        return {id(t.untyped_storage()._buffer): t for t in tensors}  # type: ignore[attr-defined]
 
     def _watched(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         lazy = mode.current.lazy
@@ -145,22 +140,40 @@ class Capture:
         self.moved = [(t, array, again) for array, t, again in self.hosts.values() if id(t) not in watch.born]
         return found
 
-    def _keep(self, result: Any, flat: list[Any], before: dict[int, Tensor], known: int, state: Any) -> Any:
+    def _keep(self, result: Any, flat: list[Any], known: int) -> Any:
         leaves, self.spec = tree_flatten(result)
         leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         live = trace.live()
         at = {id(_buffer(t)): n for n, t in enumerate(flat) if _is_ours(t)}
+        lasting = {id(buffer): tensor for tensor, buffer in self.guard.buffers}
+        self.lasting = frozenset(lasting)
+        lasting |= {id(_buffer(g)): g for _, g in self.leaves if _is_ours(g)}
+        self.shared = [id(_buffer(t)) in self.lasting for t in flat if _is_ours(t)]
         self._find_inputs(flat, at)
-        self._find_outputs(leaves, live, at, before)
-        self.state = self.roots.state()
-        self.versions = state
-        if len(self.roots) != known:
-            self.replayable, self.reason = False, "it uses modules or optimizers that were not known before"
-        self.tensors = [(t, _buffer(t)) for t in self.roots.all_tensors() if _is_ours(t)]
+        self._find_outputs(leaves, live, at, lasting)
+        self._find_grads(flat)
+        self.reason = self._why_not(known)
+        self.leaves, self.moved, self.hosts = (
+            [],
+            [],
+            {},
+        )  # nothing of this call but what a replay needs is kept
         outputs = self._first_run(live)
         for buffer, value in zip(live, outputs, strict=True):
             buffer.held = value
         return tree_unflatten(leaves, self.spec)
+
+    def _why_not(self, known: int) -> str:
+        """Return why the recording cannot be replayed, or "" if it can."""
+        if len(self.roots) != known:
+            return "it uses modules or optimizers that were not known before"
+        changed = self.guard.unchanged()
+        if changed:
+            return f"it changes {changed}"
+        wanted = {n for kind, n, *_ in self.results if kind == "new"} | {n for _, n, _ in self.grads}
+        if set(self.born.values()) - wanted:
+            return "it makes tensors that outlive it and that it does not return"
+        return "it puts other tensors into .grad" if self.strange_grads else ""
 
     def _find_inputs(self, flat: list[Any], at: dict[int, int]) -> None:
         """Say where each leaf's array comes from: an argument, a buffer that lives on, the host, or this recording."""
@@ -181,41 +194,56 @@ class Capture:
                 self.sources.append(("constant", array))
 
     def _find_outputs(
-        self, leaves: list[Any], live: list[Buffer], at: dict[int, int], before: dict[int, Tensor]
+        self, leaves: list[Any], live: list[Buffer], at: dict[int, int], lasting: dict[int, Tensor]
     ) -> None:
-        """Say where each result goes: an argument, a buffer that lives on, a new tensor, a gradient."""
-        old = {id(origin()) for origin in trace.origins} | set(before)
+        """Say where each result goes: an argument, a buffer that lives on, or a new tensor."""
+        old = {id(origin()) for origin in trace.origins} | set(lasting)
         self.targets: list[tuple[str, Any]] = []
-        born: dict[int, int] = {}
+        self.born: dict[int, int] = {}
         for buffer in live:
             if id(buffer) in at:
                 self.targets.append(("argument", at[id(buffer)]))
             elif id(buffer) in old:
                 self.targets.append(("buffer", buffer))
             else:
-                born[id(buffer)] = len(self.targets)
+                self.born[id(buffer)] = len(self.targets)
                 self.targets.append(("new", buffer.signature))
-        self.written = [before[id(b)] for kind, b in self.targets if kind == "buffer" and id(b) in before]
-        self.results = [self._result(leaf, born, at) for leaf in leaves]
-        grads = [(p, p.grad) for p in self.roots.parameters() if p.grad is not None and _is_ours(p.grad)]
-        self.grads = [(p, born[id(_buffer(g))], _layout(g)) for p, g in grads if id(_buffer(g)) in born]
-        wanted = {n for kind, n, *_ in self.results if kind == "new"} | {n for _, n, _ in self.grads}
-        stray = [n for n in born.values() if n not in wanted]
-        self.replayable = not stray and self._results_are_known()
-        self.reason = "it makes tensors that outlive it and that it does not return" if stray else ""
+        buffers = [target for kind, target in self.targets if kind == "buffer"]
+        self.written = [lasting[id(b)] for b in buffers if id(b) in lasting]
+        self.results = [self._result(leaf, at, old) for leaf in leaves]
 
-    def _results_are_known(self) -> bool:
-        return all(kind != "unknown" for kind, *_ in self.results)
-
-    def _result(self, leaf: Any, born: dict[int, int], at: dict[int, int]) -> tuple[Any, ...]:
+    def _result(self, leaf: Any, at: dict[int, int], old: set[int]) -> tuple[Any, ...]:
         if not isinstance(leaf, Tensor) or not _is_ours(leaf):
             return ("same", leaf)
         buffer = _buffer(leaf)
-        if id(buffer) in born:
-            return ("new", born[id(buffer)], _layout(leaf))
+        if id(buffer) in self.born:
+            return ("new", self.born[id(buffer)], _layout(leaf))
         if id(buffer) in at:
             return ("argument", at[id(buffer)], _layout(leaf))
-        return ("same", leaf)
+        if id(buffer) in old:
+            return ("same", leaf)
+        return ("constant", (buffer.held, buffer.signature), _layout(leaf))
+
+    def _find_grads(self, flat: list[Any]) -> None:
+        """Say which gradients a replay makes and which it drops; those it adds to are buffers that live on."""
+        self.grads: list[tuple[Any, int, Any]] = []
+        self.dropped: list[Any] = []
+        self.strange_grads = False
+        places = {id(t): n for n, t in enumerate(flat)}
+        used = {id(b) for kind, b in (*self.sources, *self.targets) if kind == "buffer"}
+        self.kept: list[tuple[Any, Any]] = []
+        for leaf, before in self.leaves:
+            owner = places.get(id(leaf), leaf)
+            if leaf.grad is None:
+                self.dropped += [owner] if before is not None else []
+            elif _is_ours(leaf.grad) and id(_buffer(leaf.grad)) in self.born:
+                self.grads.append((owner, self.born[id(_buffer(leaf.grad))], _layout(leaf.grad)))
+            elif leaf.grad is not before:
+                self.strange_grads = True
+            if before is not None and _is_ours(before) and id(_buffer(before)) in used:
+                self.kept.append((owner, before))
+        # What is added to must be the very tensor it was; an argument's gradient is another's at every call.
+        self.strange_grads |= any(type(owner) is int for owner, _ in self.kept)
 
     def _first_run(self, live: list[Buffer]) -> list[Any]:
         wanted: tuple[Node, ...] = tuple([b.held for b in live])
@@ -233,11 +261,18 @@ class Capture:
         checks.postpone(self.program.flags(found))
         return self.family.spread(wanted, found)
 
-    def holds(self) -> bool:
-        """Return whether everything the recording depends on is as it was when it ended."""
-        if self.roots.state() != self.state:
+    @property
+    def replayable(self) -> bool:
+        """Whether ``run`` does what the function would."""
+        return self.reason == ""
+
+    def holds(self, flat: list[Any]) -> bool:
+        """Return whether everything the recording depends on is as it was when it began."""
+        if not self.guard.holds():
             return False
-        return all([t.untyped_storage()._buffer is buffer for t, buffer in self.tensors])  # type: ignore[attr-defined]
+        if [id(_buffer(t)) in self.lasting for t in flat if _is_ours(t)] != self.shared:
+            return False
+        return all([leaf.grad is grad for leaf, grad in self.kept])
 
     def run(self, flat: list[Any]) -> Any:
         """Do what the recording did, on these arguments."""
@@ -271,9 +306,16 @@ class Capture:
                 new[n] = Buffer(value, target)
         if touched:
             torch.autograd.graph.increment_version([t for t in touched if not t.is_inference()])
-        for parameter, n, layout in self.grads:
-            parameter.grad = _tensor(new[n], layout)
+        for owner in self.dropped:
+            _owner(owner, flat).grad = None
+        for owner, n, layout in self.grads:
+            _owner(owner, flat).grad = _tensor(new[n], layout)
         return new
+
+
+def _owner(owner: Any, flat: list[Any]) -> Tensor:
+    """Return the tensor whose gradient it is: a parameter, or an argument by its place."""
+    return flat[owner] if type(owner) is int else owner
 
 
 def _is_ours(value: Any) -> bool:
@@ -312,5 +354,7 @@ def _give(result: tuple[Any, ...], new: dict[int, Buffer], flat: list[Any]) -> A
         return value
     if kind == "argument":
         size, stride, offset, _ = layout[0]
-        return restride(flat[value], size, stride, offset)
+        return restride(flat[value].detach(), size, stride, offset)
+    if kind == "constant":
+        return _tensor(Buffer(*value), layout[0])
     return _tensor(new[value], layout[0])

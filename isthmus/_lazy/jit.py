@@ -52,14 +52,15 @@ class Jitted:
         flat, spec = tree_flatten((args, kwargs))
         key = (spec, *[_argument_key(value) for value in flat], _aliases(flat), _torch_state())
         found = self.captures.get(key)
-        if found is not None and found.holds():
+        if found is not None and found.holds(flat):
             self.captures.move_to_end(key)
             return found.run(flat)
         return self._record(key, flat, args, kwargs)
 
     def _record(self, key: Any, flat: list[Any], args: Any, kwargs: Any) -> Any:
         for value in flat:
-            self.roots.add(value, depth=0)
+            if not isinstance(value, Tensor):
+                self.roots.add(value)
         capture = Capture(self.roots, self.donate)
         result = capture.record(self.function, args, kwargs)
         self.captures.pop(key, None)

@@ -80,15 +80,10 @@ class Roots:
         return list(found.values())
 
     def all_tensors(self) -> list[Tensor]:
-        """Return every tensor known, gradients and optimizer state included, once."""
-        found: dict[int, Tensor] = {}
+        """Return every tensor known, optimizer state included and gradients left out, once."""
         states = [t for o in self.optimizers.values() for s in o.state.values() for t in tensors_in(s)]
         known = [*self._in_modules(), *self._in_optimizers(), *states, *self.tensors.values()]
-        for tensor in known:
-            found.setdefault(id(tensor), tensor)
-            if tensor.is_leaf and tensor.grad is not None:
-                found.setdefault(id(tensor.grad), tensor.grad)
-        return list(found.values())
+        return list({id(tensor): tensor for tensor in known}.values())
 
     def _in_modules(self) -> Iterator[Tensor]:
         for module in self.modules.values():
@@ -101,14 +96,6 @@ class Roots:
             for group in optimizer.param_groups:
                 yield from tensors_in(group)
                 yield from group["params"]
-
-    def state(self) -> tuple[Any, ...]:
-        """Return what a recording depends on: flags, numbers, and which objects are where."""
-        return (
-            [_module_state(m) for m in self.modules.values()],
-            [_optimizer_state(o) for o in self.optimizers.values()],
-            [p.grad is None for p in self.parameters()],
-        )
 
 
 def _check_counters(optimizer: Optimizer) -> None:
@@ -132,21 +119,3 @@ def _held_by(value: Any) -> Iterable[Any]:
 def tensors_in(values: Any) -> list[Tensor]:
     """Return the tensors among a dict's values."""
     return [value for value in values.values() if isinstance(value, Tensor)]
-
-
-def _module_state(module: nn.Module) -> tuple[Any, ...]:
-    held = [*module._parameters.values(), *module._buffers.values(), *module._modules.values()]
-    return (module.training, [id(value) for value in held])
-
-
-def _optimizer_state(optimizer: Optimizer) -> tuple[Any, ...]:
-    groups = [
-        [(name, id(value) if isinstance(value, Tensor) else repr(value)) for name, value in group.items()]
-        for group in [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    ]
-    held = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
-    states = [
-        [id(v) if isinstance(v, Tensor) else repr(v) for v in state.values()]
-        for state in optimizer.state.values()
-    ]
-    return (groups, held, states)
