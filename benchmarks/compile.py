@@ -181,7 +181,7 @@ GPT2 = gpt.Size(layers=12, width=768, heads=12, context=1024, vocabulary=50304, 
 def gpt2(rounds: int) -> None:
     """The training step of GPT-2 124M in bfloat16 on a GPU, each contender in a process of its own."""
     times = {}
-    for name in ("jax", "inductor", "eager", "isthmus"):
+    for name in ("jax", "inductor", "eager", "isthmus", "isthmus.jit", "lazy"):
         command = [sys.executable, __file__, "--contender", name, "--rounds", str(rounds)]
         found = subprocess.run(command, capture_output=True, text=True, check=False)
         print("\n".join(line for line in found.stdout.splitlines() if not line.startswith("seconds")))
@@ -190,7 +190,8 @@ def gpt2(rounds: int) -> None:
             times[name] = float(seconds[0])
         else:
             print(f"    {name} failed: {found.stderr[-2000:]}")
-    report("GPT-2 124M, training step, bfloat16", times, "inductor", 1.1)
+    for ours in ("isthmus", "isthmus.jit"):
+        report("GPT-2 124M, training step, bfloat16", times, "inductor", 1.1, ours)
 
 
 def contend(name: str, rounds: int) -> None:
@@ -211,14 +212,20 @@ def contend(name: str, rounds: int) -> None:
 
 def torch_contender(name: str, model: nn.Module, tokens: Any, targets: Any) -> Thunk:
     """Return the training step in plain PyTorch on the contender's device."""
-    device = "jax" if name == "isthmus" else "cuda"
-    if name == "isthmus":
-        import isthmus  # noqa: F401
+    ours = name in ("isthmus", "isthmus.jit", "lazy")
+    device = "jax" if ours else "cuda"
+    if ours:
+        import isthmus
     model = model.to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    step = torch_step(model, name, optimizer, token_loss)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=name == "isthmus.jit")
+    step = torch_step(model, "isthmus" if ours else name, optimizer, token_loss)
+    plain = step._torchdynamo_orig_callable  # type: ignore[attr-defined]
     if name == "eager":
-        step = step._torchdynamo_orig_callable  # type: ignore[attr-defined]
+        step = plain
+    elif name == "isthmus.jit":
+        step = isthmus.jit(plain)
+    elif name == "lazy":
+        step = isthmus.lazy()(plain)
     return bound(step, tokens.to(device), targets.to(device))
 
 

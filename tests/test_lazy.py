@@ -6,7 +6,9 @@ import contextlib
 import copy
 import gc
 import io
+import os
 import pickle
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -30,6 +32,7 @@ from tests.test_fallback import library
 
 @pytest.fixture(autouse=True)
 def lazily(strict_fallback: None) -> Iterator[None]:
+    isthmus.config.check_indices = "auto"  # as it is for users; strict_fallback resets it
     with isthmus.lazy():
         yield
         checks._pending.clear()
@@ -176,6 +179,16 @@ def test_a_mode_that_does_not_exist() -> None:
     with pytest.raises(ConfigError, match=r"'fast'.*'eager', 'lazy'"):
         isthmus.set_mode("fast")
     assert isthmus.mode() == "lazy"
+
+
+def test_the_environment_chooses_the_mode() -> None:
+    code = (
+        "import torch, isthmus; x = torch.ones(2, device='jax') + 1; "
+        "print(isthmus.mode(), type(x.untyped_storage()._buffer.held).__name__, x.tolist())"
+    )
+    environment = {**os.environ, "ISTHMUS_MODE": "lazy"}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert run.stdout == "lazy Node [2.0, 2.0]\n", run.stderr
 
 
 def test_tensors_cross_modes() -> None:
@@ -782,9 +795,9 @@ def test_an_endless_loop_is_cut() -> None:
 
 def test_a_long_chain_is_no_recursion() -> None:
     x = arange(2)
-    for _ in range(3000):
+    for _ in range(1500):  # Python's limit is 1000 frames
         x = x + 1
-    assert x.tolist() == [3000, 3001]
+    assert x.tolist() == [1500, 1501]
 
 
 def test_a_step_in_place_reuses_memory() -> None:
@@ -852,3 +865,23 @@ def alive() -> tuple[int, int]:
     hosts._numbers.clear()  # a cache with a limit of its own
     gc.collect()
     return len(TABLE), len(jax.live_arrays())
+
+
+def test_the_config_turns_index_checks_off() -> None:
+    with setting("check_indices", "off"):
+        wrong = out_of_range(9)
+        assert wrong.shape == (1,)
+        wrong.tolist()
+
+
+def test_the_line_named_is_that_of_this_recording() -> None:
+    def first() -> Tensor:
+        return arange(5).index_select(0, torch.tensor([1, 2]).to("jax"))
+
+    def second() -> Tensor:
+        return arange(5).index_select(0, torch.tensor([1, 9]).to("jax"))
+
+    assert first().tolist() == [1, 2]
+    with pytest.raises(IndexError) as caught:
+        second().tolist()
+    assert f"{__file__}:{second.__code__.co_firstlineno + 1}" in str(caught.value)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import isthmus
 from tests.test_aliasing import Program, programs
 
-STEPS = ["view", "view", "write", "write", "start", "relayout"]
+STEPS = ["view", "view", "write", "write", "start", "relayout", "fresh"]
 READS = ["sync", "read", "item", "drop"]
 
 
@@ -24,6 +24,17 @@ def lazily(strict_fallback: None) -> Iterator[None]:
 
 class LazyProgram(Program):
     """A program with points at which recorded ops run: all of them, or those one tensor needs."""
+
+    def fresh(self) -> None:
+        """Make a tensor on a storage of its own, laid out as torch lays it out."""
+        pair = self.pick(self.alive)
+        if min(pair[0].shape, default=2) < 2:
+            return  # strides that say nothing: torch itself chooses them differently on the CPU and on Meta
+        make = self.pick([torch.clone, torch.Tensor.contiguous, torch.neg])
+        made = self.both(make, pair)
+        assert made is not None
+        assert made[1].stride() == made[0].stride()
+        self.alive.append(made)
 
     def sync(self) -> None:
         isthmus.sync()
@@ -47,6 +58,7 @@ class LazyProgram(Program):
 
 
 def run(data: st.DataObject, steps: int) -> None:
+    assert isthmus.mode() == "lazy"
     program = LazyProgram(data)
     program.start()
     for _ in range(steps):

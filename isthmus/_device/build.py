@@ -44,7 +44,18 @@ def build(
         return _choose(kernel, inputs, values, traced, finish)
     writes.check_new(kernel.op, values)
     writes.check_aliases(kernel.op, values)
+    if writes.repeats_in_lists(kernel.op, values):
+        return lambda _, values: _one_by_one(kernel, values)
     return writes.guarded(kernel.op, values, _choose(kernel, inputs, values, traced, finish))
+
+
+def _one_by_one(kernel: Kernel, values: Values) -> Any:
+    """Run a call on lists item by item: a tensor that is in a list twice is written twice, one after the other."""
+    length = len(next(value for value in values if isinstance(value, list)))
+    for at in range(length):
+        items = tuple([value[at]] if isinstance(value, list) else value for value in values)
+        args, kwargs = kernel.schema.split(items)
+        kernel.op(*args, **kwargs)
 
 
 def _choose(kernel: Kernel, inputs: list[Any], values: Values, traced: bool, finish: Finish) -> Plan:

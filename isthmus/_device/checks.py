@@ -35,6 +35,14 @@ def verifier(errors: list[tuple[type[Exception], str]]) -> Callable[[Any], None]
     return verify
 
 
+def settle(found: list[Condition]) -> None:
+    """Raise for conditions of a program that is still running as the config says; auto is at the next host read."""
+    if config.check_indices == "now":
+        _raise_first(found)
+    elif config.check_indices != "off":
+        postpone(found)
+
+
 def demand(flag: Any, error: type[Exception], message: str) -> None:
     """Raise unless ``flag`` turns out true, now where the host need not wait for it, else at the next host read."""
     found = [(flag, error, message)]

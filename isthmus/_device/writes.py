@@ -44,6 +44,15 @@ def guarded(op: OpOverload, values: Values, plan: Callable[..., Any]) -> Callabl
     return checked
 
 
+def repeats_in_lists(op: OpOverload, values: Values) -> bool:
+    """Return whether a call on lists, which torch makes one by one, writes to a storage more than once."""
+    if not op._schema.name.startswith("aten::_foreach_") or op._schema.returns:
+        return False
+    bound = schema_of(op).named(values)
+    targets = _tensors(tuple(bound[name] for name in schema_of(op).mutated))
+    return len({target.untyped_storage()._cdata for target in targets}) < len(targets)
+
+
 def check_aliases(op: OpOverload, values: Values) -> None:
     """Raise what torch raises where a target and another tensor of the call share part of their memory."""
     layouts = [

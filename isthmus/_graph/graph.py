@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch._ops import OpOverload
@@ -22,6 +22,8 @@ class Graph:
     inputs: tuple[Node, ...]
     nodes: tuple[Node, ...]
     outputs: tuple[Node, ...]
+    # For nodes that a pass has made, the node that was recorded.
+    origins: Mapping[Node, Node] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(cls, outputs: Sequence[Node]) -> Graph:
@@ -116,7 +118,7 @@ def check(graph: Graph) -> None:
     1. Every input of a node is an input of the graph or an earlier node, and so is every output.
     2. Inputs are leaves, each once; nodes are calls and items, each once.
     3. A call's op changes none of its arguments, its arguments are the schema's, and each of its inputs is named.
-    4. A node with several results is read through items only.
+    4. A node with several results is read through its items only, and a node with one has none.
     """
     known = set(graph.inputs)
     _demand(len(known) == len(graph.inputs), "an input is there twice")
@@ -126,7 +128,7 @@ def check(graph: Graph) -> None:
         _demand(all(given in known for given in n.inputs), f"{n} comes before what it needs")
         known.add(n)
         if isinstance(n.call, Item):
-            _demand(len(n.inputs) == 1 and len(n.inputs[0].types) > n.call.index, f"{n} has no such result")
+            _demand(len(n.inputs) == 1 and n in n.inputs[0].results, f"{n} is no result of its input")
             continue
         _demand(isinstance(n.call, Call), f"{n} is neither a call nor an item")
         _check_call(n)

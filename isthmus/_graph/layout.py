@@ -42,7 +42,8 @@ def span(size: Sequence[int], stride: Sequence[int]) -> int:
 
 def is_dense(size: Ints, stride: Ints) -> bool:
     """Return whether a layout fills its storage without gaps or overlaps."""
-    order = storage_order(size, stride)
+    # The stride of a dim of length one says nothing.
+    order = [d for d in storage_order(size, stride) if size[d] != 1]
     dense = tuple(size[d] for d in order)
     return 0 in size or tuple(stride[d] for d in order) == contiguous_strides(dense)
 

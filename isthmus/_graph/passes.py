@@ -7,13 +7,14 @@ one call whose inputs are rewritten already, and says what it is instead; one ro
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from isthmus._graph import structure
 from isthmus._graph.graph import Graph
-from isthmus._graph.nodes import Call, Input, Item, Node, Type, call_of, node
+from isthmus._graph.nodes import Call, Input, Item, Leaf, Node, Type, call_of, node
 
 Rule = Callable[[Call, tuple[Node, ...]], Node | None]
 _aten = torch.ops.aten
@@ -31,7 +32,7 @@ def optimise(graph: Graph) -> Graph:
 
 def drop_dead(graph: Graph) -> Graph:
     """Return the graph without what its outputs do not need."""
-    return Graph.of(graph.outputs)
+    return replace(Graph.of(graph.outputs), origins=graph.origins)
 
 
 def fold_views(graph: Graph) -> Graph:
@@ -50,9 +51,9 @@ def fold_constants(graph: Graph) -> Graph:
 PASSES: tuple[Callable[[Graph], Graph], ...] = (drop_dead, fold_views, fold_constants)
 
 
-def rewrite(graph: Graph, rule: Rule) -> Graph:
+def rewrite(graph: Graph, rule: Rule, leaves: dict[Node, Node] | None = None) -> Graph:
     """Return the graph with each call replaced by what the rule makes of it, or made again if that is nothing."""
-    new: dict[Node, Node] = {given: given for given in graph.inputs}
+    new: dict[Node, Node] = {given: (leaves or {}).get(given, given) for given in graph.inputs}
     for old in graph.nodes:
         inputs = tuple(new[given] for given in old.inputs)
         if isinstance(old.call, Item):
@@ -62,7 +63,18 @@ def rewrite(graph: Graph, rule: Rule) -> Graph:
         else:
             assert isinstance(old.call, Call)
             new[old] = rule(old.call, inputs) or node(old.call, *inputs)
-    return Graph.of(tuple(new[output] for output in graph.outputs))
+    origins = {new[old]: graph.origins.get(old, old) for old in reversed(graph.nodes)}
+    return replace(Graph.of(tuple(new[output] for output in graph.outputs)), origins=origins)
+
+
+def share_offsets(graph: Graph, values: dict[int, int]) -> Graph:
+    """Return the graph with one leaf for all offsets that have the same value, by their index, in ``values``."""
+    first: dict[int, Node] = {}
+    leaves: dict[Node, Node] = {}
+    for n in graph.inputs:
+        if isinstance(n.call, Leaf) and n.call.kind == "offset" and n.call.index in values:
+            leaves[n] = first.setdefault(values[n.call.index], n)
+    return rewrite(graph, lambda call, inputs: None, leaves) if len(first) < len(leaves) else graph
 
 
 def _folded_view(call: Call, inputs: tuple[Node, ...]) -> Node | None:

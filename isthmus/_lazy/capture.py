@@ -253,12 +253,12 @@ class Capture:
         self.family, self.program = programs.find(wanted, self.donate)
         self.wanted = wanted
         self.inputs = [self.sources[leaf.index] for leaf in self.program.arrays]
-        self.constants = self.program.constants(trace)
+        self.constants, self.lines = self.program.constants(trace), dict(trace.lines)
         self.generators = list(trace.generators[: self.program.draws])
         arrays = [trace.arrays[leaf.index] for leaf in self.program.arrays]
         trace.arrays.clear()
         found = self.program(arrays, self.constants, trace.draws[: self.program.draws])
-        checks.postpone(self.program.flags(found))
+        checks.settle(self.program.flags(found, trace.lines))
         return self.family.spread(wanted, found)
 
     @property
@@ -287,9 +287,9 @@ class Capture:
             counters.count("replays")
             del inputs
             found = self.family.spread(self.wanted, outputs)
-            flags = self.program.flags(outputs)
+            flags = self.program.flags(outputs, self.lines)
             if flags:
-                checks.postpone(flags)
+                checks.settle(flags)
         new = self._write(found, flat)
         return tree_unflatten([_give(result, new, flat) for result in self.results], self.spec)
 

@@ -9,7 +9,7 @@ import torch
 
 from isthmus._device.hosts import array_from_cpu, cpu_from_array
 from isthmus._graph.graph import Backend, Graph
-from isthmus._graph.nodes import Leaf
+from isthmus._graph.nodes import Leaf, Node
 from isthmus._lazy.trace import Trace
 from isthmus.errors import IsthmusError
 
@@ -48,6 +48,6 @@ class HostedProgram:
                 )
         return [array_from_cpu(tensor) for tensor in found]
 
-    def flags(self, found: Sequence[Array]) -> list[Any]:
+    def flags(self, found: Sequence[Array], lines: dict[Node, str]) -> list[Any]:
         """Return no conditions: such a backend raises where it runs."""
         return []

@@ -13,6 +13,7 @@ from isthmus._device.buffer import Buffer, Lost
 from isthmus._graph.backends import backend_named
 from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import TABLE, Leaf, Node, forget_all_but
+from isthmus._graph.passes import optimise, share_offsets
 from isthmus._lazy import causes, storms
 from isthmus._lazy.hosted import HostedProgram
 from isthmus._lazy.trace import trace
@@ -55,7 +56,8 @@ class Family:
         self.seen = [trace.offsets[at] for at in self.fixed]
         fixed = dict(zip(self.fixed, self.seen, strict=True))
         if self.backend == "xla":
-            found = XlaProgram(self.graph, fixed, self.moving, dying, trace.lines)
+            graph = optimise(share_offsets(self.graph, fixed))
+            found = XlaProgram(graph, fixed, self.moving, dying, trace.lines)
         else:
             found = HostedProgram(self.graph, backend_named(self.backend))
         self.programs[(tuple(self.seen), dying)] = found
@@ -95,7 +97,7 @@ def materialise() -> None:
             trace.known.clear()
             forget_all_but(n for family in _families.values() for n in family.unique)
     if errors:
-        checks.postpone(errors)
+        checks.settle(errors)
     storms.warn()
 
 
@@ -107,7 +109,7 @@ def _run(live: list[Buffer]) -> tuple[list[Any], list[Any]]:
     trace.arrays.clear()  # so that those the program is given are nobody else's
     found = program(arrays, program.constants(trace), trace.draws[: program.draws])
     causes.note(family.graph, family.known)
-    return family.spread(wanted, found), program.flags(found)
+    return family.spread(wanted, found), program.flags(found, trace.lines)
 
 
 def find(wanted: tuple[Node, ...], donate: bool = True) -> tuple[Family, XlaProgram | HostedProgram]:

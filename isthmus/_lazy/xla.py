@@ -29,6 +29,8 @@ from isthmus.errors import IsthmusError
 
 Array = Any
 _aten = torch.ops.aten
+# Half types are rounded after every op, as they are when ops run one by one.
+_OPTIONS = {"xla_allow_excess_precision": False}
 
 
 class XlaProgram:
@@ -43,10 +45,12 @@ class XlaProgram:
         self.arrays = [leaf for leaf in leaves if leaf.kind == "array"]
         self.packs = _pack_sizes(leaves)
         self.draws = 1 + max((leaf.index for leaf in leaves if leaf.kind == "draw"), default=-1)
-        self.errors: list[tuple[type[Exception], str]] = []
+        self.errors: list[tuple[type[Exception], str, Node]] = []
         self._last: dict[torch.dtype, tuple[bytes, Array]] = {}
         self.donated = self._donated(dying)
-        self.executable = compiler.build(self._compute, self._examples(), self.donated, title="a step")
+        self.executable = compiler.build(
+            self._compute, self._examples(), self.donated, _OPTIONS, title="a step"
+        )
         self.lines = None
 
     def _examples(self) -> list[jax.ShapeDtypeStruct]:
@@ -91,15 +95,12 @@ class XlaProgram:
             with collecting() as found, self._naming(node):
                 result = run_call(node.call, given)
             flags.extend(found.flags)
-            self.errors += [(kind, self._at(node, message)) for kind, message in found.errors]
+            old = self.graph.origins.get(node, node)
+            self.errors += [(kind, message, old) for kind, message in found.errors]
             return result
 
         leaves = [value(n.call) for n in self.graph.inputs if isinstance(n.call, Leaf)]
         return (*evaluate(self.graph, leaves, run), *flags)
-
-    def _at(self, node: Node, message: str) -> str:
-        line = self.lines.get(node, "")
-        return f"{message} (recorded at {line})" if line else message
 
     @contextlib.contextmanager
     def _naming(self, node: Node) -> Iterator[None]:
@@ -107,7 +108,10 @@ class XlaProgram:
             yield
         except Exception as error:
             assert isinstance(node.call, Call)
-            where = self.lines.get(node) or 'set isthmus.config.lines = "on" to see where'
+            where = (
+                self.lines.get(self.graph.origins.get(node, node))
+                or 'set isthmus.config.lines = "on" to see where'
+            )
             raise IsthmusError(f"{node.call.op} could not be compiled ({where}): {error}") from error
 
     def __call__(self, arrays: list[Array], constants: list[Array], draws: list[Array]) -> Sequence[Array]:
@@ -122,10 +126,15 @@ class XlaProgram:
             found.append(from_numpy(np.array([trace.offsets[at] for at in self.moving], np.int64)))
         return found
 
-    def flags(self, found: Sequence[Array]) -> list[tuple[Array, type[Exception], str]]:
-        """Return the conditions among a call's results, each with what to raise."""
+    def flags(
+        self, found: Sequence[Array], lines: dict[Node, str]
+    ) -> list[tuple[Array, type[Exception], str]]:
+        """Return the conditions among a call's results, each with what to raise and the line that recorded it."""
+        if not self.errors:
+            return []
         rest = found[len(self.graph.outputs) :]
-        return [(flag, *error) for flag, error in zip(rest, self.errors, strict=True)]
+        named = [(kind, _at(message, lines.get(node, ""))) for kind, message, node in self.errors]
+        return [(flag, *error) for flag, error in zip(rest, named, strict=True)]
 
     def _pack(self, dtype: torch.dtype, numbers: list[Any]) -> Array:
         """Return numbers as one array; numbers that are those of the last step are there already."""
@@ -135,6 +144,10 @@ class XlaProgram:
         if last is None or last[0] != data:
             last = self._last[dtype] = (data, from_numpy(packed))
         return last[1]
+
+
+def _at(message: str, line: str) -> str:
+    return f"{message} (recorded at {line})" if line else message
 
 
 def _pack_sizes(leaves: list[Leaf]) -> dict[torch.dtype, int]:
