@@ -12,13 +12,14 @@ from isthmus import config, errors
 from isthmus._device.registration import register
 from isthmus._graph.backends import register_backend
 from isthmus.explain import explain
-from isthmus.modes import jit, lazy, mode, set_mode, sync
+from isthmus.modes import graph_of, jit, lazy, mode, set_mode, sync
 
 __version__ = "0.1.0.dev0"
 __all__ = [
     "config",
     "errors",
     "explain",
+    "graph_of",
     "jit",
     "lazy",
     "lowering",

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["jit", "lazy", "mode", "set_mode", "sync"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from isthmus._graph.graph import Graph
+
+__all__ = ["graph_of", "jit", "lazy", "mode", "set_mode", "sync"]
 
 
 def mode() -> str:
@@ -54,6 +60,21 @@ def sync(wait: bool = False) -> None:
         import torch
 
         torch.jax.synchronize()  # type: ignore[attr-defined]
+
+
+def graph_of(*tensors: Tensor) -> Graph:
+    """Return what lazy mode has recorded for tensors that are not computed yet, without running it.
+
+    ``print`` shows it, with lines of your code where ``isthmus.config.lines`` is ``"on"``; ``.dot()`` and ``.to_fx()``
+    give it to others.
+    """
+    from isthmus._graph.graph import Graph
+    from isthmus._graph.nodes import Node
+    from isthmus._lazy.trace import trace
+
+    held = [tensor.untyped_storage()._buffer.held for tensor in tensors]  # type: ignore[attr-defined]
+    nodes = [value for value in held if type(value) is Node]
+    return replace(Graph.of(nodes), lines=dict(trace.lines))
 
 
 def jit(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch._ops import OpOverload
+from torch.fx import GraphModule
 
 from isthmus._graph.nodes import Call, Input, Item, Leaf, Node, reachable
 from isthmus._graph.schema import PLACEMENT, schema_of
@@ -24,6 +25,8 @@ class Graph:
     outputs: tuple[Node, ...]
     # For nodes that a pass has made, the node that was recorded.
     origins: Mapping[Node, Node] = field(default_factory=dict, compare=False, repr=False)
+    # For calls whose line of the user's code is known, that line.
+    lines: Mapping[Node, str] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(cls, outputs: Sequence[Node]) -> Graph:
@@ -59,7 +62,19 @@ class Graph:
     def __str__(self) -> str:
         from isthmus._graph.text import text
 
-        return text(self)
+        return text(self, self.lines)
+
+    def dot(self) -> str:
+        """Return the graph for Graphviz."""
+        from isthmus._graph.text import dot
+
+        return dot(self)
+
+    def to_fx(self) -> GraphModule:
+        """Return the graph as a ``torch.fx.GraphModule`` that runs on CPU tensors."""
+        from isthmus._graph.fx import to_fx
+
+        return to_fx(self)
 
 
 def _place(node: Node) -> tuple[Any, ...]:
