@@ -78,7 +78,10 @@ def graph_of(*tensors: Tensor) -> Graph:
 
 
 def jit(
-    function: Callable[..., Any] | None = None, *, donate: bool = True, static_argnames: Iterable[str] = ()
+    function: Callable[..., Any] | None = None,
+    *,
+    donate: bool = True,
+    static_argnames: str | Iterable[str] = (),
 ) -> Any:
     """Return ``function`` as one program: recorded at its first call, replayed without its Python afterwards.
 
@@ -97,7 +100,9 @@ def jit(
 
 def _load() -> None:
     """Load the recorder, and JAX with it."""
-    import isthmus._device.kernels  # noqa: F401  # the lowerings come before what records them
+    from isthmus._device import registration
+
+    registration.load()  # the lowerings come before what records them
     from isthmus._lazy import record
 
     record.install()

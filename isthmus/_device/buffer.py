@@ -59,6 +59,8 @@ class Buffer:
     @property
     def value(self) -> Array:
         """Return the array, computed if it has only been recorded."""
+        if mode.current.capture is not None and not self.signature.traced:
+            raise mode.current.capture.refuse_read()
         if type(self.held) is Node:
             mode.current.materialise()
         if type(self.held) is Lost:
@@ -99,7 +101,10 @@ def wrap(value: Array, dtype: torch.dtype | None = None) -> torch.Tensor:
 
 def attach(tensor: torch.Tensor, value: Array) -> torch.Tensor:
     """Give a new tensor's storage its buffer."""
-    tensor.untyped_storage()._buffer = Buffer(value, Signature.of(value))  # type: ignore[attr-defined]
+    buffer = Buffer(value, Signature.of(value))
+    tensor.untyped_storage()._buffer = buffer  # type: ignore[attr-defined]
+    if mode.current.capture is not None:
+        mode.current.capture.note_own(buffer)
     return tensor
 
 

@@ -11,6 +11,7 @@ from torch._ops import OpOverload
 from isthmus import config
 from isthmus._device import mode
 from isthmus._device.inference import numbers_as_tensors
+from isthmus._device.writes import stand_ins
 from isthmus._graph.schema import schema_of
 from isthmus._runtime import counters
 from isthmus.errors import MissingLowering
@@ -53,6 +54,8 @@ def run(op: OpOverload, values: tuple[Any, ...], reason: str) -> Any:
 
 def attempt(op: OpOverload, values: tuple[Any, ...]) -> None:
     """Run ``op`` on copies on the CPU, for the error it raises."""
+    if mode.current.capture is not None:
+        values = stand_ins(values)  # values cannot be read while a function is recorded, sizes can
     try:
         _on_cpu(op, values)
     except Exception as error:

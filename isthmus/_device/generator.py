@@ -30,6 +30,26 @@ def manual_seed(seed: int) -> None:
         default.seed, default.offset = int(seed) & 0xFFFFFFFFFFFFFFFF, 0
 
 
+def state() -> tuple[int, int]:
+    """Return seed and offset."""
+    with _lock:
+        return default.seed, default.offset
+
+
+def advance(count: int) -> tuple[int, int]:
+    """Use up ``count`` offsets and return seed and offset as they were."""
+    with _lock:
+        before = default.seed, default.offset
+        default.offset += count
+    return before
+
+
+def words(start: tuple[int, int], step: int) -> np.ndarray[Any, Any]:
+    """Return as four 32-bit words what is drawn ``step`` offsets after ``start``."""
+    seed, offset = start[0], start[1] + step
+    return np.array([seed >> 32, seed & _MASK, offset >> 32, offset & _MASK], np.uint32)
+
+
 def get_state() -> torch.Tensor:
     """Return (seed, offset) as a CPU byte tensor, as torch keeps generator states."""
     with _lock:
@@ -72,7 +92,4 @@ def draw(generator: torch.Generator | None, count: int = 1) -> np.ndarray[Any, A
             0, 2**32, (2,), generator=generator, dtype=torch.int64, device="cpu"
         ).tolist()
         return np.array([high, low, 0, 0], np.uint32)
-    with _lock:
-        seed, offset = default.seed, default.offset
-        default.offset += count
-    return np.array([seed >> 32, seed & _MASK, offset >> 32, offset & _MASK], np.uint32)
+    return words(advance(count), 0)

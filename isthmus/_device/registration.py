@@ -78,12 +78,19 @@ def _check_first() -> None:
 
 def _load_then_call(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Answer the first call on the device by loading JAX and every kernel, then what nothing else answers."""
+    load()
+    from isthmus._device import kernels
+
+    return kernels.call(op, *args, **kwargs)
+
+
+def load() -> None:
+    """Load JAX and every kernel."""
     _check_in_time()
-    from isthmus._device import autocast, kernels
+    from isthmus._device import autocast, kernels  # noqa: F401
 
     if "autocast" not in _state:
         _state["autocast"] = autocast.install()
-    return kernels.call(op, *args, **kwargs)
 
 
 def _check_in_time() -> None:

@@ -44,8 +44,8 @@ def copy_(self: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
     arrived = resolve(src) if src.device.type == "jax" else from_other(src)
     if is_lazy(self):
         _copy(bare(self), apply_bits(arrived, self))
-    elif arrived is not src and _is_whole(self) and _same_kind(self, arrived):
-        buffer_of(self).rebind(buffer_of(arrived).value)
+    elif arrived is not src and _is_whole(self) and _same_kind(self, arrived) and not mode.current.capture:
+        buffer_of(self).rebind(buffer_of(arrived).held)
     else:
         _copy(self, arrived)
     return self

@@ -87,10 +87,10 @@ def set_storage_(self: Tensor, source: Any, offset: int = 0, size: Any = None, s
     stride = stride or contiguous_strides(size)
     if not hasattr(source, "_buffer"):
         objects.give_dtype(source, self.dtype, size, stride)
-    return become(self, as_strided(_attach(self.dtype, source), size, stride, offset))
+    return become(self, as_strided(attach_to(self.dtype, source), size, stride, offset))
 
 
-def _attach(dtype: torch.dtype, storage: Any) -> Tensor:
+def attach_to(dtype: torch.dtype, storage: Any) -> Tensor:
     """Return an empty tensor on a storage."""
     set_storage = _aten.set_.source_Storage_storage_offset
     return set_storage.redispatch(META, empty_tensor((0,), dtype), storage, 0, [0], [1])

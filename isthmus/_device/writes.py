@@ -72,14 +72,19 @@ def check_aliases(op: OpOverload, values: Values) -> None:
 
 def _ask(op: OpOverload, values: Values) -> None:
     """Run the op on CPU tensors that lie in memory as these do, for the refusal it may meet."""
-    bases: dict[int, Tensor] = {}
-    args, kwargs = schema_of(op).split(tuple(_stand_in(value, bases) for value in values))
+    args, kwargs = schema_of(op).split(stand_ins(values))
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         try:
             op(*args, **kwargs)
         except RuntimeError as error:
             if _REFUSAL in str(error):
                 raise error.with_traceback(None) from None
+
+
+def stand_ins(values: Values) -> Values:
+    """Return a call's arguments with tensors of zeros on the CPU that lie in memory as those of the device do."""
+    bases: dict[int, Tensor] = {}
+    return tuple(_stand_in(value, bases) for value in values)
 
 
 def _stand_in(value: Any, bases: dict[int, Tensor]) -> Any:

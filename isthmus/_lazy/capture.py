@@ -9,86 +9,53 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from isthmus._device import checks, generator, mode
 from isthmus._device.buffer import Buffer
 from isthmus._device.hosts import copied
 from isthmus._device.private import empty_tensor, restride
+from isthmus._device.views import attach_to
 from isthmus._graph.nodes import Node
-from isthmus._graph.schema import schema_of
 from isthmus._lazy import programs
 from isthmus._lazy.guards import Guard
 from isthmus._lazy.lines import user_line
 from isthmus._lazy.roots import Roots
 from isthmus._lazy.trace import trace
+from isthmus._lazy.watch import ApiWatch, OpWatch
 from isthmus._runtime import counters
 from isthmus.errors import JitError
 
 _UNLIMITED = 2**62
 # A value only its buffer holds is counted there, in the list of inputs and as an argument of getrefcount.
 _OWNED = 3
-
-
-class OnTheCpu(TorchDispatchMode):
-    """Refuses what a replay would not do again: reading, changing and drawing tensors of the CPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.born: dict[int, Tensor] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        given = _tensors((args, kwargs))
-        result = None
-        if any(t.device.type != "jax" for t in given) and not any(t.device.type == "jax" for t in given):
-            self._check(func, given, args, kwargs)
-        result = func(*args, **kwargs)
-        made = [t for t in _tensors(result) if t.device.type != "jax"]
-        if made and torch.Tag.nondeterministic_seeded in func.tags:
-            raise JitError(
-                f"isthmus.jit: {func} draws random numbers on the CPU ({user_line()}), which a replay would "
-                f'not draw again; draw them on the device, with device="jax"'
-            )
-        self.born |= {id(t): t for t in made}
-        return result
-
-    def _check(self, func: Any, given: list[Tensor], args: Any, kwargs: Any) -> None:
-        if func is torch.ops.aten.lift_fresh.default:
-            return  # torch.tensor(...) passes what it has just made through here
-        moves = any(isinstance(v, torch.device) and v.type == "jax" for v in (*args, *kwargs.values()))
-        old = [t for t in given if id(t) not in self.born]
-        if moves or not old:
-            return
-        schema = schema_of(func)
-        written = [v for n, v in schema.bind(args, kwargs).items() if n in schema.mutated]
-        if any(id(t) not in self.born for t in _tensors(written)):
-            raise JitError(
-                f"isthmus.jit: {func} changes a tensor on the CPU ({user_line()}), which a replay would not do "
-                f"again. An optimizer's step counter stays on the device with capturable=True; move other "
-                f'tensors to "jax" before the call'
-            )
-        raise JitError(
-            f"isthmus.jit: {func} computes with a tensor on the CPU ({user_line()}), which a replay would not do "
-            f'again; move the tensor to "jax" first'
-        )
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
+Layout = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype]
 
 
 class Capture:
-    """A function recorded once with given arguments; ``run`` does what the recording did, on other tensors."""
+    """A function recorded once with given arguments; ``run`` does what the recording did, on other tensors.
+
+    Everything it cannot do again makes it not ``replayable``, for the ``reason`` it gives.
+    """
 
     def __init__(self, roots: Roots, donate: bool) -> None:
         self.roots, self.donate = roots, donate
         self.hosts: dict[int, tuple[Any, Tensor, Callable[[Tensor], Any]]] = {}
+        self.own: dict[int, Buffer] = {}
+        self.complete, self.reason = False, ""
+
+    @property
+    def replayable(self) -> bool:
+        """Whether ``run`` does what the function would."""
+        return self.reason == ""
 
     def note_host(self, array: Any, tensor: Tensor, again: Callable[[Tensor], Any]) -> None:
         """Remember that an array was moved in from a tensor of another device, and how to do it again."""
         self.hosts[id(array)] = (array, tensor, again)
+
+    def note_own(self, buffer: Buffer) -> None:
+        """Remember that a buffer was made in here, of an array that is there at once."""
+        self.own[id(buffer)] = buffer
 
     def refuse_fallback(self, op: Any, reason: str) -> Exception:
         """Return the error for an op that would run on the CPU."""
@@ -97,7 +64,8 @@ class Capture:
             f"it a lowering (docs/add-a-lowering.md)"
         )
 
-    def _refusal(self) -> Exception:
+    def refuse_read(self) -> Exception:
+        """Return the error for a value that is read."""
         return JitError(
             f"isthmus.jit: a value is read while the function is recorded ({user_line()}), by .item(), .cpu(), "
             f"bool(), print or an op whose result's size depends on values. Return the tensor and read it outside"
@@ -105,195 +73,246 @@ class Capture:
 
     def record(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the function, keep what a replay needs, and return its result."""
-        with trace.lock:
-            programs.materialise()
-            flat, _ = tree_flatten((args, kwargs))
-            known = len(self.roots)
-            self.guard = Guard(self.roots)
-            arguments = [t for t in flat if _is_ours(t) and t.is_leaf and t.requires_grad]
-            self.leaves = [(t, t.grad) for t in [*self.guard.parameters, *arguments]]
-            result = self._watched(function, args, kwargs)
-            try:
-                return self._keep(result, flat, known)
-            finally:
-                trace.refusal = None
-                trace.reset()
+        programs.materialise()
+        flat, _ = tree_flatten((args, kwargs))
+        self.guard = Guard(self.roots)
+        ours = [t for t in flat if _is_ours(t)]
+        layouts = [(_buffer(t), _layout(t)) for t in ours]
+        leaves = [t for t in ours if t.is_leaf and t.requires_grad]
+        grads = [(t, t.grad) for t in [*self.guard.parameters, *leaves]]
+        start = generator.state()
+        result, born = self._watched(function, args, kwargs)
+        try:
+            if [(_buffer(t), _layout(t)) for t in ours] != layouts:
+                self.reason = "it gives an argument another layout or storage"
+            if any(t.requires_grad and not t.is_leaf for t in ours):
+                self.reason = "an argument is part of an autograd graph from outside"
+            return self._keep(result, flat, grads, born, start)
+        finally:
+            trace.refusal = None
+            trace.reset()
+            self.hosts, self.own = {}, {}
 
-    def _watched(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        lazy = mode.current.lazy
-        watch = OnTheCpu()
+    def _watched(self, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, set[int]]:
+        """Return the function's result, and which tensors of the CPU it made."""
+        lazy, ops = mode.current.lazy, OpWatch()
         with ExitStack() as stack:
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(self.roots.watching())
             mode.current.lazy, mode.current.capture = True, self
-            trace.refusal, trace.limit = self._refusal, _UNLIMITED
+            trace.refusal, trace.limit = self.refuse_read, _UNLIMITED
             try:
-                with watch:
+                with ops, ApiWatch(ops):
                     found = function(*args, **kwargs)
+                leaves, self.spec = tree_flatten(found)
+                return [_resolved(leaf) for leaf in leaves], set(ops.born)
             except BaseException:
                 # As in eager, what was done before the error is done.
-                trace.refusal = None
+                mode.current.capture = trace.refusal = None
                 programs.materialise()
                 raise
             finally:
                 mode.current.lazy, mode.current.capture = lazy, None
-        self.moved = [(t, array, again) for array, t, again in self.hosts.values() if id(t) not in watch.born]
-        return found
 
-    def _keep(self, result: Any, flat: list[Any], known: int) -> Any:
-        leaves, self.spec = tree_flatten(result)
-        leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    def _keep(
+        self, result: list[Any], flat: list[Any], grads: list[tuple[Tensor, Any]], born: set[int], start: Any
+    ) -> Any:
         live = trace.live()
         at = {id(_buffer(t)): n for n, t in enumerate(flat) if _is_ours(t)}
-        lasting = {id(buffer): tensor for tensor, buffer in self.guard.buffers}
+        lasting = {id(buffer): tensor for tensor, buffer, _ in self.guard.buffers}
         self.lasting = frozenset(lasting)
-        lasting |= {id(_buffer(g)): g for _, g in self.leaves if _is_ours(g)}
-        self.shared = [id(_buffer(t)) in self.lasting for t in flat if _is_ours(t)]
-        self._find_inputs(flat, at)
-        self._find_outputs(leaves, live, at, lasting)
-        self._find_grads(flat)
-        self.reason = self._why_not(known)
-        self.leaves, self.moved, self.hosts = (
-            [],
-            [],
-            {},
-        )  # nothing of this call but what a replay needs is kept
-        outputs = self._first_run(live)
-        for buffer, value in zip(live, outputs, strict=True):
+        self.shared = self._shared(flat)
+        lasting |= {id(_buffer(g)): g for _, g in grads if _is_ours(g)}
+        # Results that are arrays already, moved in or made before, go through the program as well.
+        held = {id(_buffer(t)): _buffer(t) for t in result if _is_ours(t)}
+        extra = [b for key, b in held.items() if type(b.held) is not Node and key not in (*at, *lasting)]
+        wanted = (*[b.held for b in live], *[trace.array(b) for b in extra])
+        self._find_inputs(flat, at, lasting, born)
+        self._find_outputs([*live, *extra], at, lasting)
+        self._find_grads(grads, flat)
+        self.results = [self._result(t, flat, at, born) for t in result]
+        self._find_draws(start)
+        self.reason = self.reason or self._why_not()
+        outputs = self._first_run(wanted)
+        for buffer, value in zip(live, outputs, strict=False):
             buffer.held = value
-        return tree_unflatten(leaves, self.spec)
+        self.complete = True
+        checks.settle(self.flags)
+        self._check_graphs(result)
+        given = [t.detach() if _is_ours(t) and t.grad_fn is not None else t for t in result]
+        return tree_unflatten(given, self.spec)
 
-    def _why_not(self, known: int) -> str:
+    def _shared(self, flat: list[Any]) -> list[Any]:
+        """Return for each argument which tensor the function also reaches otherwise shares its storage, if any."""
+        buffers = [id(_buffer(t)) for t in flat if _is_ours(t)]
+        return [buffer if buffer in self.lasting else None for buffer in buffers]
+
+    def _find_inputs(
+        self, flat: list[Any], at: dict[int, int], lasting: dict[int, Tensor], born: set[int]
+    ) -> None:
+        """Say where each leaf's array comes from: an argument, a buffer that lives on, the host, or this recording."""
+        self.sources: list[tuple[str, Any]] = []
+        places = {id(value): n for n, value in enumerate(flat) if isinstance(value, Tensor)}
+        for array, origin in zip(trace.arrays, trace.origins, strict=True):
+            buffer = origin()
+            _, tensor, again = self.hosts.get(id(array), (None, None, None))
+            if tensor is not None and id(tensor) not in born:
+                place = places.get(id(tensor))
+                self.sources.append(("moved", (place, None if place is not None else tensor, again)))
+            elif buffer is not None and id(buffer) in at:
+                self.sources.append(("argument", at[id(buffer)]))
+            elif buffer is not None and id(buffer) in lasting:
+                self.sources.append(("buffer", buffer))
+            else:
+                self.sources.append(("constant", array))
+                # Made in here, it is the same every time; made outside, nothing tells when it is another.
+                if buffer is not None and tensor is None and id(buffer) not in self.own:
+                    self.reason = (
+                        f"it reads a tensor of shape {tuple(array.shape)} that nothing it holds leads to"
+                    )
+
+    def _find_outputs(self, live: list[Buffer], at: dict[int, int], lasting: dict[int, Tensor]) -> None:
+        """Say where each output goes: an argument, a buffer that lives on, or a new tensor."""
+        origins = {id(origin()) for origin in trace.origins}
+        self.targets: list[tuple[str, Any]] = []
+        self.born: dict[int, int] = {}
+        for buffer in live:
+            key = id(buffer)
+            if key in at:
+                self.targets.append(("argument", at[key]))
+            elif key in lasting:
+                self.targets.append(("buffer", buffer))
+            else:
+                self.born[key] = len(self.targets)
+                self.targets.append(("new", buffer.signature))
+                if key in origins and type(buffer.held) is Node:
+                    self.reason = "it writes to a tensor that nothing it holds leads to"
+        buffers = [target for kind, target in self.targets if kind == "buffer"]
+        self.written = [lasting[id(b)] for b in buffers]
+
+    def _result(self, found: Any, flat: list[Any], at: dict[int, int], born: set[int]) -> tuple[Any, ...]:
+        """Say what a replay returns in the place of one result."""
+        place = next(
+            (n for n, value in enumerate(flat) if value is found and isinstance(value, Tensor)), None
+        )
+        if place is not None:
+            return ("place", place)
+        if not isinstance(found, Tensor):
+            return ("same", found)
+        if not _is_ours(found):
+            return ("copy", found.clone()) if id(found) in born else ("same", found)
+        key = id(_buffer(found))
+        if key in self.born:
+            return ("new", self.born[key], _layout(found))
+        return ("argument", at[key], _layout(found)) if key in at else ("same", found)
+
+    def _find_grads(self, grads: list[tuple[Tensor, Any]], flat: list[Any]) -> None:
+        """Say which gradients a replay makes and which it drops; those it adds to are buffers that live on."""
+        self.grads: list[tuple[Any, int, Layout]] = []
+        self.dropped: list[Any] = []
+        self.added: list[tuple[Any, Tensor]] = []
+        places = {id(t): n for n, t in enumerate(flat)}
+        used = {id(b) for kind, b in (*self.sources, *self.targets) if kind == "buffer"}
+        for leaf, before in grads:
+            who, grad = places.get(id(leaf), leaf), leaf.grad
+            if grad is None:
+                self.dropped += [who] if before is not None else []
+            elif _is_ours(grad) and id(_buffer(grad)) in self.born:
+                self.grads.append((who, self.born[id(_buffer(grad))], _layout(grad)))
+            elif grad is not before:
+                self.reason = "it puts other tensors into .grad"
+            if before is not None and _is_ours(before) and id(_buffer(before)) in used:
+                self.added.append((who, before))
+        if any(type(who) is int for who, _ in self.added):
+            self.reason = "it adds to the gradient of an argument"
+
+    def _find_draws(self, start: tuple[int, int]) -> None:
+        """Say which offsets of the generator are drawn, counted from where it stands when a replay begins."""
+        self.generators = list(trace.generators)
+        words = [[int(word) for word in draw] for draw in trace.draws]
+        drawn = [(high << 32 | low, far << 32 | near) for high, low, far, near in words]
+        end = generator.state()
+        mine = [*[d for d, g in zip(drawn, self.generators, strict=True) if g is None], end]
+        if any(seed != start[0] or offset < start[1] for seed, offset in mine):
+            self.reason = "it seeds the generator"
+        self.advance = end[1] - start[1]
+        self.steps = [offset - start[1] for _, offset in drawn]
+
+    def _why_not(self) -> str:
         """Return why the recording cannot be replayed, or "" if it can."""
-        if len(self.roots) != known:
-            return "it uses modules or optimizers that were not known before"
-        changed = self.guard.unchanged()
+        stranger = self.roots.stranger()
+        if stranger:
+            return f"it uses a {stranger} that nothing it holds leads to"
+        changed = self.guard.changed()
         if changed:
             return f"it changes {changed}"
         wanted = {n for kind, n, *_ in self.results if kind == "new"} | {n for _, n, _ in self.grads}
         if set(self.born.values()) - wanted:
             return "it makes tensors that outlive it and that it does not return"
-        return "it puts other tensors into .grad" if self.strange_grads else ""
+        return "it puts other objects where it found those it uses" if self._rebound() else ""
 
-    def _find_inputs(self, flat: list[Any], at: dict[int, int]) -> None:
-        """Say where each leaf's array comes from: an argument, a buffer that lives on, the host, or this recording."""
-        self.sources: list[tuple[str, Any]] = []
-        moved = {id(array): (tensor, again) for tensor, array, again in self.moved}
-        places = {id(value): n for n, value in enumerate(flat) if isinstance(value, Tensor)}
-        for array, origin in zip(trace.arrays, trace.origins, strict=True):
-            buffer = origin()
-            if id(array) in moved:
-                tensor, again = moved[id(array)]
-                place = places.get(id(tensor))
-                self.sources.append(("moved", (place, None if place is not None else tensor, again)))
-            elif buffer is not None and id(buffer) in at:
-                self.sources.append(("argument", at[id(buffer)]))
-            elif buffer is not None:
-                self.sources.append(("buffer", buffer))
-            else:
-                self.sources.append(("constant", array))
+    def _rebound(self) -> bool:
+        return self.roots.again().ids != self.guard.ids
 
-    def _find_outputs(
-        self, leaves: list[Any], live: list[Buffer], at: dict[int, int], lasting: dict[int, Tensor]
-    ) -> None:
-        """Say where each result goes: an argument, a buffer that lives on, or a new tensor."""
-        old = {id(origin()) for origin in trace.origins} | set(lasting)
-        self.targets: list[tuple[str, Any]] = []
-        self.born: dict[int, int] = {}
-        for buffer in live:
-            if id(buffer) in at:
-                self.targets.append(("argument", at[id(buffer)]))
-            elif id(buffer) in old:
-                self.targets.append(("buffer", buffer))
-            else:
-                self.born[id(buffer)] = len(self.targets)
-                self.targets.append(("new", buffer.signature))
-        buffers = [target for kind, target in self.targets if kind == "buffer"]
-        self.written = [lasting[id(b)] for b in buffers if id(b) in lasting]
-        self.results = [self._result(leaf, at, old) for leaf in leaves]
+    def _check_graphs(self, result: list[Any]) -> None:
+        """Raise if the caller may want to differentiate a result, whose graph a replay does not have."""
+        differentiated = bool(self.grads or self.added or self.dropped)
+        if any(isinstance(t, Tensor) and t.grad_fn is not None for t in result) and not differentiated:
+            self.reason = "a result requires grad"
+            raise JitError(
+                "isthmus.jit: a result requires grad, but a replay has no autograd graph to go back through; call "
+                "backward() inside the function, return result.detach(), or call it under torch.no_grad()"
+            )
 
-    def _result(self, leaf: Any, at: dict[int, int], old: set[int]) -> tuple[Any, ...]:
-        if not isinstance(leaf, Tensor) or not _is_ours(leaf):
-            return ("same", leaf)
-        buffer = _buffer(leaf)
-        if id(buffer) in self.born:
-            return ("new", self.born[id(buffer)], _layout(leaf))
-        if id(buffer) in at:
-            return ("argument", at[id(buffer)], _layout(leaf))
-        if id(buffer) in old:
-            return ("same", leaf)
-        return ("constant", (buffer.held, buffer.signature), _layout(leaf))
-
-    def _find_grads(self, flat: list[Any]) -> None:
-        """Say which gradients a replay makes and which it drops; those it adds to are buffers that live on."""
-        self.grads: list[tuple[Any, int, Any]] = []
-        self.dropped: list[Any] = []
-        self.strange_grads = False
-        places = {id(t): n for n, t in enumerate(flat)}
-        used = {id(b) for kind, b in (*self.sources, *self.targets) if kind == "buffer"}
-        self.kept: list[tuple[Any, Any]] = []
-        for leaf, before in self.leaves:
-            owner = places.get(id(leaf), leaf)
-            if leaf.grad is None:
-                self.dropped += [owner] if before is not None else []
-            elif _is_ours(leaf.grad) and id(_buffer(leaf.grad)) in self.born:
-                self.grads.append((owner, self.born[id(_buffer(leaf.grad))], _layout(leaf.grad)))
-            elif leaf.grad is not before:
-                self.strange_grads = True
-            if before is not None and _is_ours(before) and id(_buffer(before)) in used:
-                self.kept.append((owner, before))
-        # What is added to must be the very tensor it was; an argument's gradient is another's at every call.
-        self.strange_grads |= any(type(owner) is int for owner, _ in self.kept)
-
-    def _first_run(self, live: list[Buffer]) -> list[Any]:
-        wanted: tuple[Node, ...] = tuple([b.held for b in live])
+    def _first_run(self, wanted: tuple[Node, ...]) -> list[Any]:
+        self.wanted, self.flags = wanted, []
+        self.program: Any = None
         if not wanted:
-            self.program: Any = None
             return []
         self.family, self.program = programs.find(wanted, self.donate)
-        self.wanted = wanted
         self.inputs = [self.sources[leaf.index] for leaf in self.program.arrays]
         self.constants, self.lines = self.program.constants(trace), dict(trace.lines)
-        self.generators = list(trace.generators[: self.program.draws])
         arrays = [trace.arrays[leaf.index] for leaf in self.program.arrays]
         trace.arrays.clear()
         found = self.program(arrays, self.constants, trace.draws[: self.program.draws])
-        checks.settle(self.program.flags(found, trace.lines))
+        self.flags = self.program.flags(found, self.lines)
         return self.family.spread(wanted, found)
 
-    @property
-    def replayable(self) -> bool:
-        """Whether ``run`` does what the function would."""
-        return self.reason == ""
-
-    def holds(self, flat: list[Any]) -> bool:
+    def holds(self, roots: Roots, flat: list[Any]) -> bool:
         """Return whether everything the recording depends on is as it was when it began."""
-        if not self.guard.holds():
+        if not self.guard.holds(roots) or self._shared(flat) != self.shared:
             return False
-        if [id(_buffer(t)) in self.lasting for t in flat if _is_ours(t)] != self.shared:
-            return False
-        return all([leaf.grad is grad for leaf, grad in self.kept])
+        return all([leaf.grad is grad for leaf, grad in self.added])
 
     def run(self, flat: list[Any]) -> Any:
         """Do what the recording did, on these arguments."""
-        found: list[Any] = []
-        if self.program is not None:
+        draws = self._draw()
+        if self.program is None:
+            found, flags = [], []
+        else:
             inputs = [_take(kind, source, flat) for kind, source in self.inputs]
             for index in self.program.donated:
                 if getrefcount(inputs[index]) != _OWNED:
                     inputs[index] = copied(inputs[index])
-            draws = [generator.draw(g) for g in self.generators]
-            outputs = self.program(inputs, self.constants, draws)
-            counters.count("replays")
+            outputs = self.program(inputs, self.constants, draws[: self.program.draws])
             del inputs
-            found = self.family.spread(self.wanted, outputs)
-            flags = self.program.flags(outputs, self.lines)
-            if flags:
-                checks.settle(flags)
+            counters.count("replays")
+            found, flags = self.family.spread(self.wanted, outputs), self.program.flags(outputs, self.lines)
         new = self._write(found, flat)
+        if flags:
+            checks.settle(flags)
         return tree_unflatten([_give(result, new, flat) for result in self.results], self.spec)
 
+    def _draw(self) -> list[Any]:
+        """Return the words for each draw of the recording, and move the generator on as the recording did."""
+        if not self.generators:
+            return []
+        base = generator.advance(self.advance)
+        pairs = zip(self.generators, self.steps, strict=True)
+        return [generator.draw(g) if g is not None else generator.words(base, step) for g, step in pairs]
+
     def _write(self, found: list[Any], flat: list[Any]) -> dict[int, Buffer]:
+        """Give outputs to those they belong to, and return the new buffers by their places."""
         new: dict[int, Buffer] = {}
         touched = list(self.written)
         for n, ((kind, target), value) in enumerate(zip(self.targets, found, strict=True)):
@@ -306,16 +325,20 @@ class Capture:
                 new[n] = Buffer(value, target)
         if touched:
             torch.autograd.graph.increment_version([t for t in touched if not t.is_inference()])
-        for owner in self.dropped:
-            _owner(owner, flat).grad = None
-        for owner, n, layout in self.grads:
-            _owner(owner, flat).grad = _tensor(new[n], layout)
+        for who in self.dropped:
+            _owner(who, flat).grad = None
+        for who, n, layout in self.grads:
+            _owner(who, flat).grad = _tensor(new[n], layout)
         return new
 
 
-def _owner(owner: Any, flat: list[Any]) -> Tensor:
+def _owner(who: Any, flat: list[Any]) -> Tensor:
     """Return the tensor whose gradient it is: a parameter, or an argument by its place."""
-    return flat[owner] if type(owner) is int else owner
+    return flat[who] if type(who) is int else who
+
+
+def _resolved(leaf: Any) -> Any:
+    return leaf.resolve_conj().resolve_neg() if _is_ours(leaf) else leaf
 
 
 def _is_ours(value: Any) -> bool:
@@ -326,11 +349,12 @@ def _buffer(tensor: Tensor) -> Buffer:
     return tensor.untyped_storage()._buffer  # type: ignore[attr-defined]
 
 
-def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    return tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype
+def _layout(tensor: Tensor) -> Layout:
+    return tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype
 
 
 def _take(kind: str, source: Any, flat: list[Any]) -> Any:
+    """Return the array of one input."""
     if kind == "buffer":
         return source.held
     if kind == "argument":
@@ -341,7 +365,7 @@ def _take(kind: str, source: Any, flat: list[Any]) -> Any:
     return source
 
 
-def _tensor(buffer: Buffer, layout: tuple[Any, ...]) -> Tensor:
+def _tensor(buffer: Buffer, layout: Layout) -> Tensor:
     size, stride, offset, dtype = layout
     tensor = empty_tensor(size, dtype)
     tensor.untyped_storage()._buffer = buffer  # type: ignore[attr-defined]
@@ -349,12 +373,15 @@ def _tensor(buffer: Buffer, layout: tuple[Any, ...]) -> Tensor:
 
 
 def _give(result: tuple[Any, ...], new: dict[int, Buffer], flat: list[Any]) -> Any:
+    """Return one result of a replay."""
     kind, value, *layout = result
     if kind == "same":
         return value
+    if kind == "place":
+        return flat[value]
+    if kind == "copy":
+        return value.clone()
     if kind == "argument":
-        size, stride, offset, _ = layout[0]
-        return restride(flat[value].detach(), size, stride, offset)
-    if kind == "constant":
-        return _tensor(Buffer(*value), layout[0])
+        size, stride, offset, dtype = layout[0]
+        return restride(attach_to(dtype, flat[value].untyped_storage()), size, stride, offset)
     return _tensor(new[value], layout[0])

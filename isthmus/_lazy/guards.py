@@ -10,47 +10,54 @@ from torch.optim import Optimizer
 from isthmus._lazy.roots import Roots
 
 _PLAIN = (bool, int, float, complex, str, tuple, type(None))
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Guard:
     """Flags, settings and tensors of what a function reaches; ``holds`` says whether they are the same now."""
 
     def __init__(self, roots: Roots) -> None:
-        self.modules = [(m, m.training, _held(m)) for m in roots.modules.values()]
-        self.optimizers = [(o, _settings(o), _states(o)) for o in roots.optimizers.values()]
-        ours = [t for t in roots.all_tensors() if t.device.type == "jax"]
-        self.buffers = [(t, t.untyped_storage()._buffer) for t in ours]  # type: ignore[attr-defined]
+        self.ids = roots.ids
+        self.kept = roots.found  # so that no other object gets the address of one of these
+        self.modules = [(m, dict(vars(m)), _held(m)) for m in roots.modules]
+        self.optimizers = [(o, _settings(o), _states(o)) for o in roots.optimizers]
+        ours = [t for t in roots.tensors() if t.device.type == "jax"]
+        self.buffers = [(t, t.untyped_storage()._buffer, _layout(t)) for t in ours]  # type: ignore[attr-defined]
         self.parameters = roots.parameters()
         self.empty = [p.grad is None for p in self.parameters]
 
-    def holds(self) -> bool:
+    def holds(self, roots: Roots) -> bool:
         """Return whether everything is as it was, gradients there or not included."""
-        return [p.grad is None for p in self.parameters] == self.empty and self.unchanged() == ""
+        if roots.ids != self.ids or [p.grad is None for p in self.parameters] != self.empty:
+            return False
+        return self.changed() == ""
 
-    def unchanged(self) -> str:
-        """Return "" if all but the gradients is as it was, else what has changed."""
-        for module, training, held in self.modules:
-            if module.training is not training:
-                return f"the training flag of a {type(module).__name__}"
-            if _held(module) != held:
-                return f"the parameters or buffers of a {type(module).__name__}"
-        for optimizer, settings, states in self.optimizers:
-            if _settings(optimizer) != settings:
-                return f"the settings of an {type(optimizer).__name__}"
+    def changed(self) -> str:
+        """Return what is not as it was, the gradients left out, or ""."""
+        for module, settings, held in self.modules:
+            if not _same(vars(module), settings) or _held(module) != held:
+                return f"the settings, parameters or hooks of {type(module).__name__}"
+        for optimizer, groups, states in self.optimizers:
+            if _settings(optimizer) != groups:
+                return f"the settings of {type(optimizer).__name__}"
             if _states(optimizer) != states:
-                return f"the state of an {type(optimizer).__name__}"
-        for tensor, buffer in self.buffers:
-            if tensor.untyped_storage()._buffer is not buffer:  # type: ignore[attr-defined]
-                return f"the storage of a tensor of shape {tuple(tensor.shape)}"
+                return f"the state of {type(optimizer).__name__}"
+        for tensor, buffer, layout in self.buffers:
+            if tensor.untyped_storage()._buffer is not buffer or _layout(tensor) != layout:  # type: ignore[attr-defined]
+                return f"the storage, layout or requires_grad of a tensor of shape {tuple(tensor.shape)}"
         return ""
 
 
+def _same(now: dict[str, Any], before: dict[str, Any]) -> bool:
+    try:
+        return bool(now == before)  # objects that are the same are not compared any further
+    except Exception:
+        return False  # a tensor took the place of another, and they were compared by their elements
+
+
 def _held(module: nn.Module) -> list[int]:
-    return [
-        *map(id, module._parameters.values()),
-        *map(id, module._buffers.values()),
-        *map(id, module._modules.values()),
-    ]
+    parts = (module._parameters, module._buffers, module._modules)
+    return [*[id(v) for part in parts for v in part.values()], *[len(getattr(module, h)) for h in _HOOKS]]
 
 
 def _settings(optimizer: Optimizer) -> list[Any]:
@@ -65,7 +72,9 @@ def _states(optimizer: Optimizer) -> list[Any]:
 
 
 def _identity(value: Any) -> Any:
-    """Return what tells a value from another: plain ones by their text where two may be equal, others by identity."""
-    if isinstance(value, Tensor):
-        return id(value)
+    """Return what tells a value from another: plain ones by type and value, others by identity."""
     return (type(value), value) if isinstance(value, _PLAIN) else id(value)
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return (tensor.requires_grad, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)

@@ -7,6 +7,7 @@ import inspect
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -17,9 +18,11 @@ from isthmus._device import mode
 from isthmus._device.entry import static_part
 from isthmus._lazy.capture import Capture
 from isthmus._lazy.roots import Roots
+from isthmus._lazy.trace import trace
 from isthmus.errors import JitError
 
-_KEPT = 64
+_KEYS = 64
+_STATES = 8
 _TRIES = 5
 
 
@@ -30,53 +33,70 @@ class JitWarning(UserWarning):
 class Jitted:
     """A function whose calls are replayed; see ``isthmus.jit``."""
 
-    def __init__(self, function: Callable[..., Any], donate: bool, static_argnames: Iterable[str]) -> None:
+    def __init__(
+        self, function: Callable[..., Any], donate: bool, static_argnames: str | Iterable[str]
+    ) -> None:
         functools.update_wrapper(self, function)
         self.function, self.donate = function, donate
-        self.static = frozenset(static_argnames)
+        self.static = {static_argnames} if isinstance(static_argnames, str) else set(static_argnames)
         self.signature = inspect.signature(function) if self.static else None
         unknown = self.static - set(self.signature.parameters if self.signature else ())
         if unknown:
             raise JitError(f"isthmus.jit: {function} has no argument {', '.join(sorted(unknown))}")
-        self.roots = Roots()
-        self.roots.add_function(function)
-        self.captures: OrderedDict[Any, Capture] = OrderedDict()
+        # For each set of arguments, the recordings for the states that were met, the last one first.
+        self.captures: OrderedDict[Any, list[Capture]] = OrderedDict()
         self.in_vain = 0
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """Return the function as a method of an object."""
+        return self if instance is None else MethodType(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay the function for these arguments, or record it."""
-        if mode.current.lazy:
-            if mode.current.capture is not None:
-                return self.function(*args, **kwargs)  # inside another: part of its recording
-            mode.current.materialise()
-        flat, spec = tree_flatten((args, kwargs))
-        key = (spec, *[_argument_key(value) for value in flat], _aliases(flat), _torch_state())
-        found = self.captures.get(key)
-        if found is not None and found.holds(flat):
-            self.captures.move_to_end(key)
-            return found.run(flat)
-        return self._record(key, flat, args, kwargs)
+        if mode.current.capture is not None:
+            return self.function(*args, **kwargs)  # inside another: part of its recording
+        with trace.lock:
+            if mode.current.lazy:
+                mode.current.materialise()
+            flat, spec = tree_flatten((args, kwargs))
+            key = (spec, *[_argument_key(value) for value in flat], _aliases(flat), _torch_state())
+            if self.signature is not None:
+                key = (*key, self._static_key(args, kwargs))
+            roots = Roots(self.function, [v for v in flat if not isinstance(v, Tensor)])
+            captures = self.captures.setdefault(key, [])
+            for place, found in enumerate(captures):
+                if found.holds(roots, flat):
+                    if place:
+                        captures.insert(0, captures.pop(place))
+                    return found.run(flat)
+            return self._record(captures, roots, args, kwargs)
 
-    def _record(self, key: Any, flat: list[Any], args: Any, kwargs: Any) -> Any:
-        for value in flat:
-            if not isinstance(value, Tensor):
-                self.roots.add(value)
-        capture = Capture(self.roots, self.donate)
-        result = capture.record(self.function, args, kwargs)
-        self.captures.pop(key, None)
-        if capture.replayable:
-            self.captures[key] = capture
-            while len(self.captures) > _KEPT:
-                self.captures.popitem(last=False)
+    def _static_key(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
+        assert self.signature is not None
+        given = self.signature.bind(*args, **kwargs).arguments
+        return tuple((name, repr(given[name])) for name in sorted(self.static) if name in given)
+
+    def _record(self, captures: list[Capture], roots: Roots, args: Any, kwargs: Any) -> Any:
+        capture = Capture(roots, self.donate)
+        try:
+            return capture.record(self.function, args, kwargs)
+        finally:
+            self._note(capture, captures)
+
+    def _note(self, capture: Capture, captures: list[Capture]) -> None:
+        """Keep a recording that can be replayed; warn where none can."""
+        while len(self.captures) > _KEYS:
+            self.captures.popitem(last=False)
+        if capture.complete and capture.replayable:
+            captures.insert(0, capture)
+            del captures[_STATES:]
             self.in_vain = 0
-        else:
+        elif capture.complete:
             self.in_vain += 1
             if self.in_vain == _TRIES:
                 name = getattr(self.function, "__qualname__", repr(self.function))
-                warnings.warn(
-                    f"isthmus.jit records {name} at every call: {capture.reason}", JitWarning, stacklevel=3
-                )
-        return result
+                message = f"isthmus.jit records {name} at every call: {capture.reason}"
+                warnings.warn(message, JitWarning, stacklevel=4)
 
 
 def _argument_key(value: Any) -> Any:
@@ -90,17 +110,12 @@ def _argument_key(value: Any) -> Any:
                 f"calls cannot be told apart"
             ) from None
         return (type(value), part)
-    layout = (
-        value.device,
-        value.dtype,
-        value.shape,
-        value.stride(),
-        value.storage_offset(),
-        value.requires_grad,
-    )
+    layout = (value.device, value.dtype, value.shape, value.stride(), value.storage_offset())
     if value.device.type != "jax":
-        return layout
-    return (*layout, value.untyped_storage()._buffer.signature)  # type: ignore[attr-defined]
+        return (*layout, value.requires_grad)
+    leaf = value.requires_grad and value.is_leaf
+    bits = (value.requires_grad, leaf, leaf and value.grad is None, value.is_conj(), value.is_neg())
+    return (*layout, *bits, value.untyped_storage()._buffer.signature)  # type: ignore[attr-defined]
 
 
 def _aliases(flat: list[Any]) -> tuple[int, ...]:
@@ -116,6 +131,7 @@ def _torch_state() -> tuple[Any, ...]:
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.get_default_dtype(),
+        torch.get_default_device(),
         torch.get_float32_matmul_precision(),
         torch.is_autocast_enabled("jax"),
         torch.get_autocast_dtype("jax"),

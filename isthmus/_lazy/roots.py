@@ -1,64 +1,106 @@
-"""What a function reaches that may change between its calls: modules, optimizers, tensors; and what of them it saw."""
+"""What a function reaches that may change between its calls: modules, optimizers, tensors."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 from collections.abc import Iterable, Iterator
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from isthmus._lazy.lines import OWNERS, owner
 from isthmus.errors import JitError
+
+_DEPTH = 3
+_MOST = 1000
+_PLAIN = (bool, int, float, complex, str, bytes, type, type(None), ModuleType)
 
 
 class Roots:
-    """Modules, optimizers and tensors a function was found to use; it grows while the function is watched."""
+    """Modules, optimizers and tensors a function can get at, in the order in which they are found."""
 
-    def __init__(self) -> None:
-        self.modules: dict[int, nn.Module] = {}
-        self.optimizers: dict[int, Optimizer] = {}
-        self.tensors: dict[int, Tensor] = {}
+    def __init__(self, function: Any, arguments: Iterable[Any]) -> None:
+        self.function, self.arguments = function, list(arguments)
+        self.found: list[Any] = []
+        self._seen: set[int] = set()
+        self.ran: dict[int, nn.Module | Optimizer] = {}
+        self._visit(function, _DEPTH)
+        for argument in self.arguments:
+            self._visit(argument, _DEPTH)
+        self._seen.clear()
 
-    def __len__(self) -> int:
-        return len(self.modules) + len(self.optimizers) + len(self.tensors)
+    def again(self) -> Roots:
+        """Return what the same function reaches now."""
+        return Roots(self.function, self.arguments)
 
-    def add(self, value: Any, depth: int = 2) -> None:
-        """Add what ``value`` is, or holds one or two levels down."""
-        if isinstance(value, Tensor):
-            self.tensors[id(value)] = value
-        elif isinstance(value, nn.Module):
-            self.modules |= {id(m): m for m in value.modules()}
-        elif isinstance(value, Optimizer):
-            self.optimizers[id(value)] = value
+    @property
+    def ids(self) -> list[int]:
+        """Return which objects were found: another one in the same place is another list."""
+        return [id(value) for value in self.found]
+
+    def _visit(self, value: Any, depth: int) -> None:
+        if isinstance(value, (Tensor, nn.Module, Optimizer)):
+            self.found.append(value)
+        elif isinstance(value, _PLAIN) or id(value) in self._seen or len(self._seen) > _MOST:
+            return
+        elif isinstance(value, (FunctionType, MethodType, functools.partial)):
+            self._seen.add(id(value))
+            for item in _reached_by(value):
+                self._visit(item, depth)
         elif depth:
+            self._seen.add(id(value))
             for item in _held_by(value):
-                self.add(item, depth - 1)
+                self._visit(item, depth - 1)
 
-    def add_function(self, function: Any) -> None:
-        """Add what a function's arguments, closure, object and globals hold."""
-        while isinstance(function, functools.partial):
-            self.add([function.args, function.keywords])
-            function = function.func
-        self.add(function if isinstance(function, nn.Module) else getattr(function, "__self__", None))
-        code, names = getattr(function, "__code__", None), getattr(function, "__globals__", {})
-        for name in code.co_names if code is not None else ():
-            self.add(names.get(name), depth=1)
-        for cell in getattr(function, "__closure__", None) or ():
-            with contextlib.suppress(ValueError):  # a cell that is still empty
-                self.add(cell.cell_contents)
+    @functools.cached_property
+    def modules(self) -> list[nn.Module]:
+        """Every module, those inside others included."""
+        roots = [value for value in self.found if isinstance(value, nn.Module)]
+        return list({id(m): m for root in roots for m in root.modules()}.values())
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Every optimizer."""
+        return [value for value in self.found if isinstance(value, Optimizer)]
+
+    def parameters(self) -> list[Tensor]:
+        """Return every tensor that may get a gradient, once."""
+        return [t for t in self.tensors() if t.is_leaf and t.requires_grad]
+
+    def tensors(self) -> list[Tensor]:
+        """Return every tensor, optimizer state included and gradients left out, once."""
+        groups = [group for o in self.optimizers for group in o.param_groups]
+        known = [
+            *[
+                t
+                for m in self.modules
+                for part in (m._parameters, m._buffers, vars(m))
+                for t in _tensors(part)
+            ],
+            *[t for group in groups for t in (*_tensors(group), *group["params"])],
+            *[t for o in self.optimizers for state in o.state.values() for t in _tensors(state)],
+            *[value for value in self.found if isinstance(value, Tensor)],
+        ]
+        return list({id(tensor): tensor for tensor in known}.values())
+
+    def stranger(self) -> str:
+        """Return what ran though nothing led to it, so that it may be another next time, or ""."""
+        known = {id(value) for value in (*self.modules, *self.optimizers)}
+        return next((type(value).__name__ for key, value in self.ran.items() if key not in known), "")
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Add every module that runs and every optimizer that steps inside this block."""
+        """Note every module that runs and every optimizer that steps inside this block."""
 
         def ran(module: nn.Module, _: Any) -> None:
-            self.modules.setdefault(id(module), module)
+            self.ran[id(module)] = module
 
         def stepped(optimizer: Optimizer, *_: Any) -> None:
-            self.optimizers.setdefault(id(optimizer), optimizer)
+            self.ran[id(optimizer)] = optimizer
             _check_counters(optimizer)
 
         hooks = [
@@ -71,32 +113,6 @@ class Roots:
             for hook in hooks:
                 hook.remove()
 
-    def parameters(self) -> list[Tensor]:
-        """Return every tensor that may get a gradient, once."""
-        found: dict[int, Tensor] = {}
-        for tensor in (*self._in_modules(), *self._in_optimizers(), *self.tensors.values()):
-            if tensor.is_leaf and tensor.requires_grad:
-                found.setdefault(id(tensor), tensor)
-        return list(found.values())
-
-    def all_tensors(self) -> list[Tensor]:
-        """Return every tensor known, optimizer state included and gradients left out, once."""
-        states = [t for o in self.optimizers.values() for s in o.state.values() for t in tensors_in(s)]
-        known = [*self._in_modules(), *self._in_optimizers(), *states, *self.tensors.values()]
-        return list({id(tensor): tensor for tensor in known}.values())
-
-    def _in_modules(self) -> Iterator[Tensor]:
-        for module in self.modules.values():
-            for tensor in (*module._parameters.values(), *module._buffers.values()):
-                if tensor is not None:
-                    yield tensor
-
-    def _in_optimizers(self) -> Iterator[Tensor]:
-        for optimizer in self.optimizers.values():
-            for group in optimizer.param_groups:
-                yield from tensors_in(group)
-                yield from group["params"]
-
 
 def _check_counters(optimizer: Optimizer) -> None:
     """Raise if the optimizer counts its steps on the CPU, where a replay would not count."""
@@ -107,15 +123,39 @@ def _check_counters(optimizer: Optimizer) -> None:
         )
 
 
+def _reached_by(function: Any) -> Iterable[Any]:
+    """Return what a function's object, arguments, closure and globals hold."""
+    if isinstance(function, functools.partial):
+        return (function.func, *function.args, *function.keywords.values())
+    if isinstance(function, MethodType):
+        return (function.__func__, function.__self__)
+    name = function.__code__.co_filename
+    if (OWNERS[name] if name in OWNERS else owner(name)) is not None:
+        wrapped = getattr(function, "__wrapped__", None)  # torch.no_grad()(f) is torch's, and f is not
+        return () if wrapped is None else (wrapped,)
+    cells = []
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # a cell that is still empty
+            cells.append(cell.cell_contents)
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    names = _names(function.__code__)
+    return (*cells, *defaults, *[function.__globals__[n] for n in names if n in function.__globals__])
+
+
+@functools.cache
+def _names(code: CodeType) -> tuple[str, ...]:
+    """Return the names a function and those defined in it look up."""
+    inner = [name for const in code.co_consts if isinstance(const, CodeType) for name in _names(const)]
+    return tuple(dict.fromkeys([*code.co_names, *inner]))
+
+
 def _held_by(value: Any) -> Iterable[Any]:
     if isinstance(value, dict):
-        return value.values()
-    if isinstance(value, (list, tuple, set)):
+        return list(value.values())
+    if isinstance(value, (list, tuple, set, frozenset)):
         return value
-    plain = type(value).__module__ not in ("builtins", "types")
-    return list(vars(value).values()) if plain and hasattr(value, "__dict__") else ()
+    return list(vars(value).values()) if hasattr(value, "__dict__") else ()
 
 
-def tensors_in(values: Any) -> list[Tensor]:
-    """Return the tensors among a dict's values."""
+def _tensors(values: dict[Any, Any]) -> list[Tensor]:
     return [value for value in values.values() if isinstance(value, Tensor)]

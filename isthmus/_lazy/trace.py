@@ -15,7 +15,7 @@ import torch
 
 from isthmus import config
 from isthmus._device import generator
-from isthmus._device.buffer import Buffer, Signature
+from isthmus._device.buffer import Buffer, Lost, Signature
 from isthmus._graph.nodes import Node, Type, leaf
 from isthmus._runtime.dtypes import to_torch_dtype
 from isthmus._runtime.hosts import NUMBER_DTYPES
@@ -61,7 +61,9 @@ class Trace:
         if at is not None and self.arrays[at] is held:
             return self.array_nodes[at]
         at = self.places[id(buffer)] = len(self.arrays)
-        self.arrays.append(buffer.value)
+        if type(held) is Lost:
+            raise held.error()
+        self.arrays.append(held)
         self.origins.append(ref(buffer))
         key = (at, buffer.signature)
         found = self.known.get(key) or self._new_array(key)
