@@ -49,8 +49,7 @@ class Training:
         self.optimizer = OPTIMIZERS[optimizer](self.model.parameters(), rate)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         self.average = copy.deepcopy(self.model)
-        g = torch.Generator().manual_seed(1)
-        self.batches = [tuple(t.to("jax") for t in make.batch(g)) for _ in range(3)]
+        self.make = make
 
     def step(self, *batches: tuple[Tensor, ...]) -> Tensor:
         """Train on these batches, one after the other, and return the mean of their losses."""
@@ -81,10 +80,13 @@ class Training:
     def run(self, step: Callable[..., Tensor], steps: int) -> Log:
         """Train and return what happened."""
         log = Log()
+        # Not an attribute: a batch that the step also reaches otherwise would have a recording of its own.
+        g = torch.Generator().manual_seed(1)
+        batches = [tuple(t.to("jax") for t in self.make.batch(g)) for _ in range(3)]
         parts = 2 if "accumulate" in self.extras else 1
         for n in range(steps):
             before = isthmus.metrics.counts()
-            found = step(*[self.batches[(n * parts + part) % 3] for part in range(parts)])
+            found = step(*[batches[(n * parts + part) % 3] for part in range(parts)])
             after = isthmus.metrics.counts()
             if {"schedule", "tensor schedule"} & {*self.extras}:
                 self.schedule.step()

@@ -143,7 +143,7 @@ class Capture:
         return tree_unflatten(given, self.spec)
 
     def _shared(self, flat: list[Any]) -> list[Any]:
-        """Return for each argument which tensor the function also reaches otherwise shares its storage, if any."""
+        """Return for each argument which buffer it is that the function also reaches otherwise, if it is one."""
         buffers = [id(_buffer(t)) for t in flat if _is_ours(t)]
         return [buffer if buffer in self.lasting else None for buffer in buffers]
 
@@ -243,16 +243,23 @@ class Capture:
         stranger = self.roots.stranger()
         if stranger:
             return f"it uses a {stranger} that nothing it holds leads to"
-        changed = self.guard.changed()
+        now = self.roots.again()
+        self.guard.narrow(self._used())
+        self.lasting = frozenset(id(buffer) for _, buffer, _ in self.guard.buffers)
+        changed = self.guard.changed(now)
         if changed:
             return f"it changes {changed}"
+        if any(isinstance(t, Tensor) and _is_ours(t) and id(_buffer(t)) in self.born for t in now.found):
+            return "it keeps a tensor that it makes"
         wanted = {n for kind, n, *_ in self.results if kind == "new"} | {n for _, n, _ in self.grads}
         if set(self.born.values()) - wanted:
             return "it makes tensors that outlive it and that it does not return"
-        return "it puts other objects where it found those it uses" if self._rebound() else ""
+        return ""
 
-    def _rebound(self) -> bool:
-        return self.roots.again().ids != self.guard.ids
+    def _used(self) -> set[int]:
+        """Return the buffers, not those of arguments, that the program reads or writes, and those arguments share."""
+        used = {id(b) for kind, b in (*self.sources, *self.targets) if kind == "buffer"}
+        return used | {buffer for buffer in self.shared if buffer is not None}
 
     def _check_graphs(self, result: list[Any]) -> None:
         """Raise if the caller may want to differentiate a result, whose graph a replay does not have."""
@@ -280,7 +287,7 @@ class Capture:
 
     def holds(self, roots: Roots, flat: list[Any]) -> bool:
         """Return whether everything the recording depends on is as it was when it began."""
-        if not self.guard.holds(roots) or self._shared(flat) != self.shared:
+        if self._shared(flat) != self.shared or not self.guard.holds(roots):
             return False
         return all([leaf.grad is grad for leaf, grad in self.added])
 

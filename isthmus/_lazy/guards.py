@@ -17,23 +17,36 @@ class Guard:
     """Flags, settings and tensors of what a function reaches; ``holds`` says whether they are the same now."""
 
     def __init__(self, roots: Roots) -> None:
-        self.ids = roots.ids
-        self.kept = roots.found  # so that no other object gets the address of one of these
+        self.places = dict(roots.places)
         self.modules = [(m, dict(vars(m)), _held(m)) for m in roots.modules]
         self.optimizers = [(o, _settings(o), _states(o)) for o in roots.optimizers]
-        ours = [t for t in roots.tensors() if t.device.type == "jax"]
-        self.buffers = [(t, t.untyped_storage()._buffer, _layout(t)) for t in ours]  # type: ignore[attr-defined]
+        alone = {id(value) for value in self.places.values() if isinstance(value, Tensor)}
+        tensors = roots.tensors()
+        self.belonging = {id(t) for t in tensors if id(t) not in alone}
+        self.buffers = [(t, _buffer(t), _layout(t)) for t in tensors if _is_ours(t)]
         self.parameters = roots.parameters()
         self.empty = [p.grad is None for p in self.parameters]
 
+    def narrow(self, used: set[int]) -> None:
+        """Forget the tensors, in places of their own, whose buffers were not used: others may take their places."""
+        for path, value in list(self.places.items()):
+            if isinstance(value, Tensor) and not (_is_ours(value) and id(_buffer(value)) in used):
+                del self.places[path]
+        alone = {id(value) for value in self.places.values()} | self.belonging
+        self.buffers = [row for row in self.buffers if id(row[0]) in alone]
+
     def holds(self, roots: Roots) -> bool:
         """Return whether everything is as it was, gradients there or not included."""
-        if roots.ids != self.ids or [p.grad is None for p in self.parameters] != self.empty:
+        if [p.grad is None for p in self.parameters] != self.empty:
             return False
-        return self.changed() == ""
+        return self.changed(roots) == ""
 
-    def changed(self) -> str:
+    def changed(self, roots: Roots) -> str:
         """Return what is not as it was, the gradients left out, or ""."""
+        now = roots.places
+        for path, value in self.places.items():
+            if now.get(path) is not value:
+                return f"which {type(value).__name__} is at {'.'.join(str(key) for key in path)}"
         for module, settings, held in self.modules:
             if not _same(vars(module), settings) or _held(module) != held:
                 return f"the settings, parameters or hooks of {type(module).__name__}"
@@ -43,7 +56,7 @@ class Guard:
             if _states(optimizer) != states:
                 return f"the state of {type(optimizer).__name__}"
         for tensor, buffer, layout in self.buffers:
-            if tensor.untyped_storage()._buffer is not buffer or _layout(tensor) != layout:  # type: ignore[attr-defined]
+            if _buffer(tensor) is not buffer or _layout(tensor) != layout:
                 return f"the storage, layout or requires_grad of a tensor of shape {tuple(tensor.shape)}"
         return ""
 
@@ -74,6 +87,14 @@ def _states(optimizer: Optimizer) -> list[Any]:
 def _identity(value: Any) -> Any:
     """Return what tells a value from another: plain ones by type and value, others by identity."""
     return (type(value), value) if isinstance(value, _PLAIN) else id(value)
+
+
+def _is_ours(tensor: Tensor) -> bool:
+    return tensor.device.type == "jax"
+
+
+def _buffer(tensor: Tensor) -> Any:
+    return tensor.untyped_storage()._buffer  # type: ignore[attr-defined]
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ from isthmus._lazy.trace import trace
 from isthmus.errors import JitError
 
 _KEYS = 64
-_STATES = 8
+_STATES = 32
 _TRIES = 5
 
 

@@ -17,44 +17,45 @@ from isthmus.errors import JitError
 
 _DEPTH = 3
 _MOST = 1000
+Path = tuple[Any, ...]
 _PLAIN = (bool, int, float, complex, str, bytes, type, type(None), ModuleType)
 
 
 class Roots:
-    """Modules, optimizers and tensors a function can get at, in the order in which they are found."""
+    """Modules, optimizers and tensors a function can get at, by the places where they are found."""
 
     def __init__(self, function: Any, arguments: Iterable[Any]) -> None:
         self.function, self.arguments = function, list(arguments)
-        self.found: list[Any] = []
+        self.places: dict[Path, Any] = {}
         self._seen: set[int] = set()
         self.ran: dict[int, nn.Module | Optimizer] = {}
-        self._visit(function, _DEPTH)
-        for argument in self.arguments:
-            self._visit(argument, _DEPTH)
+        self._visit(function, _DEPTH, ())
+        for at, argument in enumerate(self.arguments):
+            self._visit(argument, _DEPTH, (at,))
         self._seen.clear()
 
     def again(self) -> Roots:
         """Return what the same function reaches now."""
         return Roots(self.function, self.arguments)
 
-    @property
-    def ids(self) -> list[int]:
-        """Return which objects were found: another one in the same place is another list."""
-        return [id(value) for value in self.found]
-
-    def _visit(self, value: Any, depth: int) -> None:
+    def _visit(self, value: Any, depth: int, path: Path) -> None:
         if isinstance(value, (Tensor, nn.Module, Optimizer)):
-            self.found.append(value)
+            self.places[path] = value
         elif isinstance(value, _PLAIN) or id(value) in self._seen or len(self._seen) > _MOST:
             return
         elif isinstance(value, (FunctionType, MethodType, functools.partial)):
             self._seen.add(id(value))
-            for item in _reached_by(value):
-                self._visit(item, depth)
+            for key, item in _reached_by(value):
+                self._visit(item, depth, (*path, key))
         elif depth:
             self._seen.add(id(value))
-            for item in _held_by(value):
-                self._visit(item, depth - 1)
+            for key, item in _held_by(value):
+                self._visit(item, depth - 1, (*path, key))
+
+    @property
+    def found(self) -> list[Any]:
+        """Everything found, in the order of its places."""
+        return list(self.places.values())
 
     @functools.cached_property
     def modules(self) -> list[nn.Module]:
@@ -123,23 +124,25 @@ def _check_counters(optimizer: Optimizer) -> None:
         )
 
 
-def _reached_by(function: Any) -> Iterable[Any]:
-    """Return what a function's object, arguments, closure and globals hold."""
+def _reached_by(function: Any) -> Iterable[tuple[Any, Any]]:
+    """Return what a function's object, arguments, closure and globals hold, each with its place."""
     if isinstance(function, functools.partial):
-        return (function.func, *function.args, *function.keywords.values())
+        return [("func", function.func), ("args", function.args), ("keywords", function.keywords)]
     if isinstance(function, MethodType):
-        return (function.__func__, function.__self__)
+        return [("func", function.__func__), ("self", function.__self__)]
     name = function.__code__.co_filename
     if (OWNERS[name] if name in OWNERS else owner(name)) is not None:
-        wrapped = getattr(function, "__wrapped__", None)  # torch.no_grad()(f) is torch's, and f is not
-        return () if wrapped is None else (wrapped,)
-    cells = []
-    for cell in function.__closure__ or ():
+        # torch.no_grad()(f) is torch's, and f is not.
+        return [("wrapped", getattr(function, "__wrapped__", None))]
+    found: list[tuple[Any, Any]] = [
+        ("defaults", function.__defaults__),
+        ("kwdefaults", function.__kwdefaults__),
+    ]
+    for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # a cell that is still empty
-            cells.append(cell.cell_contents)
-    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-    names = _names(function.__code__)
-    return (*cells, *defaults, *[function.__globals__[n] for n in names if n in function.__globals__])
+            found.append((variable, cell.cell_contents))
+    scope = function.__globals__
+    return [*found, *[(("global", n), scope[n]) for n in _names(function.__code__) if n in scope]]
 
 
 @functools.cache
@@ -149,12 +152,12 @@ def _names(code: CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*code.co_names, *inner]))
 
 
-def _held_by(value: Any) -> Iterable[Any]:
+def _held_by(value: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(value, dict):
-        return list(value.values())
+        return list(value.items())
     if isinstance(value, (list, tuple, set, frozenset)):
-        return value
-    return list(vars(value).values()) if hasattr(value, "__dict__") else ()
+        return enumerate(value)
+    return list(vars(value).items()) if hasattr(value, "__dict__") else ()
 
 
 def _tensors(values: dict[Any, Any]) -> list[Tensor]:
