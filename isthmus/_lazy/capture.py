@@ -188,7 +188,7 @@ class Capture:
                 if key in origins and type(buffer.held) is Node:
                     self.reason = "it writes to a tensor that nothing it holds leads to"
         buffers = [target for kind, target in self.targets if kind == "buffer"]
-        self.written = [lasting[id(b)] for b in buffers]
+        self.written = [lasting[id(b)] for b in buffers if not lasting[id(b)].is_inference()]
 
     def _result(self, found: Any, flat: list[Any], at: dict[int, int], born: set[int]) -> tuple[Any, ...]:
         """Say what a replay returns in the place of one result."""
@@ -327,11 +327,11 @@ class Capture:
                 target.held = value
             elif kind == "argument":
                 _buffer(flat[target]).held = value
-                touched.append(flat[target])
+                touched += [] if flat[target].is_inference() else [flat[target]]
             else:
                 new[n] = Buffer(value, target)
         if touched:
-            torch.autograd.graph.increment_version([t for t in touched if not t.is_inference()])
+            torch.autograd.graph.increment_version(touched)
         for who in self.dropped:
             _owner(who, flat).grad = None
         for who, n, layout in self.grads:

@@ -55,8 +55,14 @@ class Guard:
                 return f"the settings of {type(optimizer).__name__}"
             if _states(optimizer) != states:
                 return f"the state of {type(optimizer).__name__}"
-        for tensor, buffer, layout in self.buffers:
-            if _buffer(tensor) is not buffer or _layout(tensor) != layout:
+        for tensor, buffer, (requires_grad, size, stride) in self.buffers:
+            # Written out: a step has hundreds of these.
+            if (
+                tensor.untyped_storage()._buffer is not buffer  # type: ignore[attr-defined]
+                or tensor.stride() != stride
+                or tensor.shape != size
+                or tensor.requires_grad is not requires_grad
+            ):
                 return f"the storage, layout or requires_grad of a tensor of shape {tuple(tensor.shape)}"
         return ""
 
@@ -98,4 +104,5 @@ def _buffer(tensor: Tensor) -> Any:
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    return (tensor.requires_grad, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
+    # Where a tensor starts in its storage changes with nothing that leaves the rest as it is.
+    return (tensor.requires_grad, tensor.shape, tensor.stride())

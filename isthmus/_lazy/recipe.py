@@ -188,9 +188,7 @@ class Recipe:
 
     def plan(self) -> Plan:
         """Return how a call is recorded."""
-        plain = [r.at for r in self.reads] == list(range(len(self.types))) and not any(
-            r.calls for r in self.reads
-        )
+        plain = self._is_plain()
         single = len(self.call.types) == 1 and not self.checked and config.lines == "off"
         if plain and single and self.builder.mutation is None and self.builder.assembler() is only:
             spec, calls = self.fresh[0]
@@ -199,6 +197,12 @@ class Recipe:
         if plain and single and len(self.writes) == 1 and not self.fresh:
             return self._in_place() or self._general()
         return self._general()
+
+    def _is_plain(self) -> bool:
+        """Return whether the op reads the inputs of the call as they are."""
+        return [read.at for read in self.reads] == list(range(len(self.types))) and not any(
+            read.calls for read in self.reads
+        )
 
     def _in_place(self) -> Plan | None:
         """Return the short way to record a write that replaces all of one storage."""
@@ -220,7 +224,8 @@ class Recipe:
         return run
 
     def _general(self) -> Plan:
-        call, reads, checked = self.call, self.reads, self.checked
+        call, checked = self.call, self.checked
+        reads = None if self._is_plain() else self.reads
         makers = [maker(spec, calls) for spec, calls in self.fresh]
         present = [spec is not None for spec in self.builder.fresh]
         count = len(present)
@@ -230,7 +235,7 @@ class Recipe:
         returns = len(self.builder.op._schema.returns)
 
         def run(inputs: list[Node], values: Values) -> Any:
-            found = node(call, *[read(inputs) for read in reads])
+            found = node(call, *(inputs if reads is None else [read(inputs) for read in reads]))
             trace.size += 1
             if checked or config.current.lines == "on":
                 trace.lines.setdefault(found, user_line())
@@ -253,21 +258,27 @@ class Recipe:
     def _writer(self) -> Callable[[Any, list[Node], Values], list[Tensor]]:
         mutation = self.builder.mutation
         assert mutation is not None
-        writes, order, resized, locate = self.writes, mutation.order, mutation.resized, mutation.locate
+        order, resized, locate = mutation.order, mutation.resized, mutation.locate
+        restrided = any(resized)
+        # None where the result is the storage's new value as it is.
+        writes = [(g, step if step.shaped or step.whole or step.parts else None) for g, step in self.writes]
         specs = dict(zip(mutation.groups, resized, strict=True))
 
         def write(results: Any, inputs: list[Node], values: Values) -> list[Tensor]:
             targets = locate(values)
             written: dict[int, Node] = {}
             for (group, step), result in zip(writes, results, strict=True):
-                written[group] = step(result, written.get(group), inputs)
+                written[group] = step(result, written.get(group), inputs) if step else result
             for group in order:
                 buffer = targets[group].untyped_storage()._buffer  # type: ignore[attr-defined]
-                trace.hold(buffer, written[group])
-                spec = specs[group]
-                if spec is not None:
-                    buffer.signature = signature_of(spec)
-            if any(resized):
+                if type(buffer.held) is not Node:
+                    trace.pending.append(ref(buffer))
+                buffer.held = written[group]
+            if restrided:
+                for group in order:
+                    spec = specs[group]
+                    if spec is not None:
+                        targets[group].untyped_storage()._buffer.signature = signature_of(spec)  # type: ignore[attr-defined]
                 restride_all(targets, resized)
             return targets
 
