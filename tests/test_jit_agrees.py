@@ -486,6 +486,22 @@ def default_device(jit: Any) -> Any:
         return [*found, f(arange(2)).device.type]
 
 
+@same
+def gradients_dropped_at_the_end(jit: Any) -> Any:
+    weight = nn.Parameter(arange(3) + 1)
+    optimizer = torch.optim.SGD([weight], lr=0.25)
+
+    def step(x: Tensor) -> Tensor:
+        loss = (weight * x).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    f = jit(step)
+    return [[f(arange(3)).tolist(), weight.tolist(), weight.grad is None] for _ in range(5)]
+
+
 @pytest.mark.parametrize("scenario", SAME.values(), ids=SAME)
 def test_agrees(scenario: Any) -> None:
     assert scenario(isthmus.jit) == scenario(lambda f: f)

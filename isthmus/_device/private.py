@@ -46,8 +46,12 @@ def in_traced_backward(*tensors: torch.Tensor) -> bool:
     """Return whether a backward formula of torch's is being traced, on tensors without values."""
     from torch._subclasses.fake_tensor import FakeTensor
 
-    faked = any([isinstance(tensor, FakeTensor) for tensor in tensors])
-    return faked and torch._C._current_autograd_node() is not None
+    return any([isinstance(tensor, FakeTensor) for tensor in tensors]) and in_backward()
+
+
+def in_backward() -> bool:
+    """Return whether a backward pass is running on this thread."""
+    return torch._C._current_autograd_node() is not None
 
 
 def below_autograd() -> Any:

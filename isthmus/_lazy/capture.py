@@ -105,6 +105,7 @@ class Capture:
                 with ops, ApiWatch(ops):
                     found = function(*args, **kwargs)
                 leaves, self.spec = tree_flatten(found)
+                self.differentiates = ops.differentiates
                 return [_resolved(leaf) for leaf in leaves], set(ops.born)
             except BaseException:
                 # As in eager, what was done before the error is done.
@@ -263,8 +264,7 @@ class Capture:
 
     def _check_graphs(self, result: list[Any]) -> None:
         """Raise if the caller may want to differentiate a result, whose graph a replay does not have."""
-        differentiated = bool(self.grads or self.added or self.dropped)
-        if any(isinstance(t, Tensor) and t.grad_fn is not None for t in result) and not differentiated:
+        if any(isinstance(t, Tensor) and t.grad_fn is not None for t in result) and not self.differentiates:
             self.reason = "a result requires grad"
             raise JitError(
                 "isthmus.jit: a result requires grad, but a replay has no autograd graph to go back through; call "

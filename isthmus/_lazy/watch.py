@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from isthmus._device.private import in_backward
 from isthmus._graph.schema import schema_of
 from isthmus._lazy.lines import user_line
 from isthmus.errors import JitError
@@ -23,10 +24,12 @@ class OpWatch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.born: dict[int, Tensor] = {}
+        self.differentiates = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op, or refuse it."""
         kwargs = kwargs or {}
+        self.differentiates = self.differentiates or in_backward()
         given = tensors_in((args, kwargs))
         if given and not any(t.device.type == "jax" for t in given):
             self._check(func, given, args, kwargs)
