@@ -16,15 +16,6 @@ from isthmus._graph.layout import (
 from isthmus._graph.nodes import Call, Input, Type, call_of
 
 _aten = torch.ops.aten
-VIEWS = frozenset(
-    {
-        _aten.view.default,
-        _aten.view.dtype,
-        _aten.permute.default,
-        _aten.expand.default,
-        _aten.as_strided.default,
-    }
-)
 
 
 def read(storage: Type, spec: Spec, offset: bool) -> list[Call]:

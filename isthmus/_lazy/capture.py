@@ -280,7 +280,6 @@ class Capture:
         self.inputs = [self.sources[leaf.index] for leaf in self.program.arrays]
         self.constants, self.lines = self.program.constants(trace), dict(trace.lines)
         arrays = [trace.arrays[leaf.index] for leaf in self.program.arrays]
-        trace.arrays.clear()
         found = self.program(arrays, self.constants, trace.draws[: self.program.draws])
         self.flags = self.program.flags(found, self.lines)
         return self.family.spread(wanted, found)

@@ -23,6 +23,7 @@ from isthmus._runtime import counters
 # An array nobody else holds is counted in the trace and as an argument of getrefcount.
 _OWNED = 2
 _NODES = 200_000
+_VARIANTS = 32
 
 
 class Family:
@@ -35,19 +36,26 @@ class Family:
         self.fixed = [leaf.index for leaf in leaves if leaf.kind == "offset"]
         self.moving: list[int] = []
         self.seen: list[int] = []
-        self.used = frozenset(leaf.index for leaf in leaves if leaf.kind == "array")
+        # Arrays whose memory an output could take; whether others die makes no other program.
+        outputs_like = {output.type for output in self.unique}
+        arrays = [leaf for leaf in leaves if leaf.kind == "array"]
+        self.donatable = [leaf.index for leaf in arrays if leaf.type in outputs_like]
         self.backend = config.backend
         self.programs: dict[Any, XlaProgram | HostedProgram] = {}
         self.known = False  # whether the program last asked for was there
 
     def find(self, dying: frozenset[int]) -> XlaProgram | HostedProgram:
         """Return the program for the trace's offsets; an offset that has changed since is an input from then on."""
+        if self.backend != "xla":
+            return self._hosted()
         offsets = [trace.offsets[at] for at in self.fixed]
         key = (tuple(offsets), dying)
         found = self.programs.get(key)
         self.known = found is not None
         if found is not None:
             return found
+        if len(self.programs) >= _VARIANTS:
+            self.programs.clear()
         if self.seen and offsets != self.seen:
             pairs = zip(self.fixed, offsets, self.seen, strict=True)
             self.moving += [at for at, new, old in pairs if new != old]
@@ -55,12 +63,17 @@ class Family:
             self.programs.clear()
         self.seen = [trace.offsets[at] for at in self.fixed]
         fixed = dict(zip(self.fixed, self.seen, strict=True))
-        if self.backend == "xla":
-            graph = optimise(share_offsets(self.graph, fixed))
-            found = XlaProgram(graph, fixed, self.moving, dying, trace.lines)
-        else:
-            found = HostedProgram(self.graph, backend_named(self.backend))
-        self.programs[(tuple(self.seen), dying)] = found
+        graph = optimise(share_offsets(self.graph, fixed))
+        found = self.programs[(tuple(self.seen), dying)] = XlaProgram(
+            graph, fixed, self.moving, dying, trace.lines
+        )
+        return found
+
+    def _hosted(self) -> HostedProgram:
+        found = self.programs.get(None)
+        self.known = found is not None
+        if not isinstance(found, HostedProgram):
+            found = self.programs[None] = HostedProgram(self.graph, backend_named(self.backend))
         return found
 
     def spread(self, wanted: tuple[Node, ...], found: Sequence[Any]) -> list[Any]:
@@ -106,7 +119,6 @@ def _run(live: list[Buffer]) -> tuple[list[Any], list[Any]]:
     wanted = tuple([buffer.held for buffer in live])
     family, program = find(wanted)
     arrays = [trace.arrays[leaf.index] for leaf in program.arrays]
-    trace.arrays.clear()  # so that those the program is given are nobody else's
     found = program(arrays, program.constants(trace), trace.draws[: program.draws])
     causes.note(family.graph, family.known)
     return family.spread(wanted, found), program.flags(found, trace.lines)
@@ -122,21 +134,20 @@ def find(wanted: tuple[Node, ...], donate: bool = True) -> tuple[Family, XlaProg
             _families.popitem(last=False)
     else:
         _families.move_to_end(key)
-    return family, family.find(_dying(family.used) if donate else frozenset())
+    return family, family.find(_dying(family.donatable) if donate else frozenset())
 
 
-def _dying(used: frozenset[int]) -> frozenset[int]:
-    """Return the leaves that only the trace holds."""
+def _dying(places: list[int]) -> frozenset[int]:
+    """Return which of these leaves only the trace holds."""
     if config.donate != "auto":
         return frozenset()
     arrays = trace.arrays
-    return frozenset([at for at in used if getrefcount(arrays[at]) == _OWNED])
+    return frozenset([at for at in places if getrefcount(arrays[at]) == _OWNED])
 
 
 def _restore(live: list[Buffer], error: Exception) -> None:
     """Give buffers the contents they had when recording began; what had none is lost."""
-    # The arrays are gone from the trace if the program was given them.
-    before = {id(origin()): array for origin, array in zip(trace.origins, trace.arrays, strict=False)}
+    before = {id(origin()): array for origin, array in zip(trace.origins, trace.arrays, strict=True)}
     for buffer in live:
         array = before.get(id(buffer))
         if array is not None and not array.is_deleted() and array.shape == buffer.signature.shape:
