@@ -19,7 +19,9 @@ __all__ = [
     "config",
     "errors",
     "explain",
+    "from_jax",
     "graph_of",
+    "jax_function",
     "jit",
     "lazy",
     "lowering",
@@ -29,6 +31,7 @@ __all__ = [
     "register_backend",
     "set_mode",
     "sync",
+    "to_jax",
 ]
 
 if _isthmus_autoload.asked_for:
@@ -43,6 +46,10 @@ def __getattr__(name: str) -> Any:
 
     if name == "lowering":
         return importlib.import_module("isthmus._ops.registry").lowering
+    if name in ("from_jax", "to_jax"):
+        return getattr(importlib.import_module("isthmus._interop.arrays"), name)
+    if name == "jax_function":
+        return importlib.import_module("isthmus._interop.functions").jax_function
     if name == "metrics":
         return importlib.import_module("isthmus.metrics")
     raise AttributeError(f"module 'isthmus' has no attribute {name!r}")
