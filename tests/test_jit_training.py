@@ -158,7 +158,13 @@ MODELS = [SmallResNet, LSTM, GPT]
 NAMES = [make.__name__ for make in MODELS]
 
 
-@pytest.mark.parametrize(("make", "optimizer"), list(zip(MODELS, OPTIMIZERS, strict=True)), ids=NAMES)
+@pytest.mark.parametrize(
+    ("make", "optimizer"),
+    [
+        pytest.param(make, optimizer, id=make.__name__, marks=[pytest.mark.slow] if make is LSTM else [])
+        for make, optimizer in zip(MODELS, OPTIMIZERS, strict=True)
+    ],
+)
 def test_model(make: Any, optimizer: str) -> None:
     check(make, optimizer, EXTRAS, 6)
 
