@@ -613,3 +613,31 @@ def test_state_survives_an_index_out_of_range(when: str, good: int) -> None:
         assert f(torch.tensor([0, 1]).to("jax")).tolist() == [[0, 1], [2, 3]]
     finally:
         isthmus.config.check_indices = before
+
+
+def test_other_threads_go_on_while_a_function_is_recorded() -> None:
+    import threading
+
+    other, found, errors = arange(3), [], []
+    started, go_on = threading.Event(), threading.Event()
+
+    def read() -> None:
+        started.wait(20)
+        try:
+            found.append(other.tolist())  # reads need not wait for the recording
+            go_on.set()
+            found.append((other + 1).tolist())  # ops wait until it is over
+        except Exception as error:
+            errors.append(error)
+
+    def body(x: Tensor) -> Tensor:
+        y = x + 1
+        started.set()
+        assert go_on.wait(20)
+        return y * 2
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert isthmus.jit(body)(arange(3)).tolist() == [2, 4, 6]
+    thread.join(20)
+    assert (found, errors) == ([[0, 1, 2], [1, 2, 3]], [])

@@ -64,11 +64,11 @@ _RECORD = """_held = _buffer.held
 def make_entry(kernel: Kernel) -> Callable[..., Any]:
     """Return the function torch calls for the kernel's op."""
     source = [
-        f"    if _mode.lazy and not _tracing():\n        return _recorded({_passed_on(kernel)})",
+        f"    if _mode.lazy and _is_clean():\n        return _recorded({_passed_on(kernel)})",
         *_body(kernel, _RUN),
     ]
     scope = {**_scope(kernel), "_plans": kernel.plans, "_new_plan": kernel.new_plan}
-    scope |= {"_mode": mode.current, "_tracing": private.is_tracing, "_recorded": _twin(kernel, scope)}
+    scope |= {"_mode": mode.current, "_is_clean": private.trace_state_clean, "_recorded": _twin(kernel, scope)}
     scope |= {"_number": device_number, "_offset_of": device_number, "_draw": _draw}
     return _execute(source, kernel, scope)
 
