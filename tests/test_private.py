@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from isthmus._device import private as torch_private
 from isthmus._runtime import private as jax_private
@@ -46,6 +47,31 @@ def test_is_traced() -> None:
     jax.jit(lambda a: seen.append(jax_private.is_traced([1, a])) or a)(1.0)
     assert seen == [True]
     assert not jax_private.is_traced([jnp.ones(1), 2])
+
+
+def test_is_tracing() -> None:
+    seen = []
+    jax.jit(lambda x: (seen.append(jax_private.is_tracing()), x)[1])(jax.numpy.ones(2))
+    jax.eval_shape(lambda x: (seen.append(jax_private.is_tracing()), x)[1], jax.numpy.ones(2))
+    assert seen == [True, True]
+    assert not jax_private.is_tracing()
+    assert jax_private.trace_state_clean()
+
+
+def test_in_backward() -> None:
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(torch_private.in_backward())
+            return func(*args, **(kwargs or {}))
+
+    seen: list[bool] = []
+    x = torch.ones(2, requires_grad=True)
+    with Watch():
+        y = (x * 2).sum()
+        assert seen == [False, False]
+        y.backward()
+    assert seen[-1]
+    assert not torch_private.in_backward()
 
 
 def test_meta_views_share_the_storage() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax._src.core import trace_state_clean
+from jax._src.core import trace_state_clean as trace_state_clean  # false while JAX traces on this thread
 
 
 def fast_call(compiled: jax.stages.Compiled) -> Callable[..., Any]:
