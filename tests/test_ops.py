@@ -49,10 +49,10 @@ GAPS |= dict.fromkeys(
 
 
 def cases() -> Iterator[Any]:
-    """Yield every case in every mode; compiled one in 24, lazily one in 12 is not slow."""
+    """Yield every case in every mode; compiled one in 24, lazily one in 16 is not slow."""
     for place, case in enumerate(load_cases()):
         yield pytest.param(case, "eager", id=f"{case}-eager")
-        marks = [] if place % 12 == 6 else [pytest.mark.slow]
+        marks = [] if place % 16 == 6 else [pytest.mark.slow]
         yield pytest.param(case, "lazy", id=f"{case}-lazy", marks=marks)
         # A wrong call is refused while it is traced, in words that Dynamo puts into its own.
         if case.error is None:
