@@ -32,6 +32,8 @@ def set_mode(name: str) -> None:
     if name == "lazy" and current.recording_entry is None:
         current.recording_entry = _recording_entry
     leaving = current.lazy
+    if name == "lazy" and not leaving:
+        current.materialise()  # nothing is recorded, but settings that changed since are read
     current.lazy = name == "lazy"
     if name == "eager" and leaving:
         from isthmus._device import checks
@@ -68,11 +70,12 @@ def graph_of(*tensors: Tensor) -> Graph:
     ``print`` shows it, with lines of your code where ``isthmus.config.lines`` is ``"on"``; ``.dot()`` and ``.to_fx()``
     give it to others.
     """
+    from isthmus._device.buffer import buffer_of
     from isthmus._graph.graph import Graph
     from isthmus._graph.nodes import Node
     from isthmus._lazy.trace import trace
 
-    held = [tensor.untyped_storage()._buffer.held for tensor in tensors]  # type: ignore[attr-defined]
+    held = [buffer_of(tensor).held for tensor in tensors]
     nodes = [value for value in held if type(value) is Node]
     return replace(Graph.of(nodes), lines=dict(trace.lines))
 
@@ -88,7 +91,9 @@ def jit(
     Tensors it reads become inputs and tensors it changes become outputs, whether they are arguments or belong to
     modules and optimizers, so a whole training step can be given: forward, backward, ``optimizer.step()``. It is
     recorded again when shapes, dtypes, layouts, other arguments, grad mode, a module's ``training`` flag or an
-    optimizer's settings change. ``donate=False`` keeps the memory of what is replaced. Usable as a decorator.
+    optimizer's settings change. ``donate=False`` keeps the memory of what is replaced. Arguments that are
+    not tensors are compared by value, containers item by item, those in ``static_argnames`` whole.
+    Usable as a decorator.
     """
     if function is None:
         return lambda found: jit(found, donate=donate, static_argnames=static_argnames)

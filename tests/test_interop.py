@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import isthmus
-from isthmus.errors import IsthmusError
+from isthmus.errors import IsthmusError, JitError
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int8, torch.bool, torch.complex64]
 
@@ -157,3 +157,22 @@ def test_recorded_tensors_are_computed_first() -> None:
         x = torch.ones(3, device="jax") * 2
         y = isthmus.jax_function(jnp.square)(x) + 1
     assert y.tolist() == [5, 5, 5]
+
+
+@pytest.mark.parametrize("jit", [True, False])
+def test_without_jax_jit_it_gives_the_same(jit: bool) -> None:
+    x = f64(3)
+    assert torch.autograd.gradcheck(isthmus.jax_function(jnp.tanh, jit=jit), (x,))
+
+
+def test_torch_compile_breaks_its_graph_around_it() -> None:
+    f, x = isthmus.jax_function(jnp.tanh), f64(3)
+    found = torch.compile(lambda x: f(x * 2) + 1, backend="isthmus")(x)
+    (gradient,) = torch.autograd.grad(found.sum(), x)
+    torch.testing.assert_close(found, torch.tanh(x * 2) + 1)
+    torch.testing.assert_close(gradient, 2 * (1 - torch.tanh(x.detach() * 2) ** 2))
+
+
+def test_isthmus_jit_refuses_it() -> None:
+    with pytest.raises(JitError, match="read while the function is recorded"):
+        isthmus.jit(isthmus.jax_function(jnp.tanh))(torch.ones(3).to("jax"))

@@ -566,6 +566,27 @@ def test_one_static_argument_as_a_string() -> None:
     assert f(arange(2), "a").tolist() == [1, 2]
 
 
+def test_static_arguments_are_compared_whole() -> None:
+    runs: list[Any] = []
+
+    def body(x: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        runs.append(sizes)
+        return x * sum(sizes)
+
+    f = isthmus.jit(body, static_argnames=["sizes"])
+    assert [f(arange(2), sizes).tolist() for sizes in ((1, 2), (1, 2), (2, 2), (1, 2))] == [
+        [0, 3],
+        [0, 3],
+        [0, 4],
+        [0, 3],
+    ]
+    assert runs == [(1, 2), (2, 2)]
+    with pytest.raises(JitError, match="hashable"):
+        f(arange(2), [1, {2}])
+    with pytest.raises(JitError, match="tensors"):
+        f(arange(2), (arange(1),))
+
+
 def test_objects_as_arguments_are_let_go() -> None:
     f = isthmus.jit(lambda box: box.tensor * 2)
     for _ in range(3):

@@ -885,3 +885,33 @@ def test_the_line_named_is_that_of_this_recording() -> None:
     with pytest.raises(IndexError) as caught:
         second().tolist()
     assert f"{__file__}:{second.__code__.co_firstlineno + 1}" in str(caught.value)
+
+
+def test_lines_can_be_turned_on_after_an_op_was_recorded() -> None:
+    x = arange(3)
+    for on in ("off", "on"):
+        with setting("lines", on):
+            y = torch.sin(x)
+            y.add_(1)
+            assert (f"{__file__}:" in str(isthmus.graph_of(y))) is (on == "on")
+        isthmus.sync()
+
+
+def test_transposed_results_count_towards_the_limit() -> None:
+    x = torch.ones(2, 3).t().to("jax")
+    isthmus.sync()
+    before = isthmus.metrics.counts().get("ops recorded", 0)
+    y = torch.sin(torch.sin(x))
+    isthmus.sync()
+    assert y.stride() == (1, 3)
+    assert isthmus.metrics.counts()["ops recorded"] - before == 2
+
+
+def test_the_limit_is_that_of_the_config_when_recording_begins() -> None:
+    isthmus.set_mode("eager")
+    with setting("graph_size", 4), isthmus.lazy():
+        before = isthmus.metrics.counts().get("programs run", 0)
+        x = arange(3)
+        for _ in range(12):
+            x = x + 1
+        assert isthmus.metrics.counts()["programs run"] - before >= 2

@@ -21,25 +21,18 @@ def verifier(errors: list[tuple[type[Exception], str]]) -> Callable[[Any], None]
         return None
 
     def verify(flags: Any) -> None:
-        mode = config.check_indices
-        if mode == "auto":
-            mode = "now" if platform() == "cpu" else "later"
-        if mode == "off":
-            return
         found = [(flag, *error) for flag, error in zip(flags, errors, strict=True)]
-        if mode == "now":
-            _raise_first(found)
-        else:
-            postpone(found)
+        settle(found, auto="now" if platform() == "cpu" else "later")
 
     return verify
 
 
-def settle(found: list[Condition]) -> None:
-    """Raise for conditions of a program that is still running as the config says; auto is at the next host read."""
-    if config.check_indices == "now":
+def settle(found: list[Condition], auto: str = "later") -> None:
+    """Raise for the conditions of a program when the config says; ``auto`` is when it leaves that to us."""
+    when = auto if config.check_indices == "auto" else config.check_indices
+    if when == "now":
         _raise_first(found)
-    elif config.check_indices != "off":
+    elif when == "later":
         postpone(found)
 
 

@@ -68,7 +68,11 @@ def make_entry(kernel: Kernel) -> Callable[..., Any]:
         *_body(kernel, _RUN),
     ]
     scope = {**_scope(kernel), "_plans": kernel.plans, "_new_plan": kernel.new_plan}
-    scope |= {"_mode": mode.current, "_is_clean": private.trace_state_clean, "_recorded": _twin(kernel, scope)}
+    scope |= {
+        "_mode": mode.current,
+        "_is_clean": private.trace_state_clean,
+        "_recorded": _twin(kernel, scope),
+    }
     scope |= {"_number": device_number, "_offset_of": device_number, "_draw": _draw}
     return _execute(source, kernel, scope)
 

@@ -25,6 +25,7 @@ def jax_function(function: Function, *, jit: bool = True) -> Function:
     ``jax.custom_vjp`` and Pallas kernels with one are respected; gradients of gradients work too.
     """
 
+    @torch.compiler.disable  # Dynamo cannot look into JAX: it breaks its graph here
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         leaves, spec = jax.tree.flatten((args, kwargs), is_leaf=lambda value: isinstance(value, Tensor))

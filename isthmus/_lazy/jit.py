@@ -58,10 +58,10 @@ class Jitted:
         with trace.lock:
             if mode.current.lazy:
                 mode.current.materialise()
-            flat, spec = tree_flatten((args, kwargs))
-            key = (spec, *[_argument_key(value) for value in flat], _aliases(flat), _torch_state())
-            if self.signature is not None:
-                key = (*key, self._static_key(args, kwargs))
+            flat, _ = tree_flatten((args, kwargs))
+            varying, static = self._apart(args, kwargs)
+            keyed, spec = tree_flatten(varying)
+            key = (spec, static, *[_argument_key(value) for value in keyed], _aliases(flat), _torch_state())
             roots = Roots(self.function, [v for v in flat if not isinstance(v, Tensor)])
             captures = self.captures.setdefault(key, [])
             for place, found in enumerate(captures):
@@ -71,10 +71,16 @@ class Jitted:
                     return found.run(flat)
             return self._record(captures, roots, args, kwargs)
 
-    def _static_key(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
-        assert self.signature is not None
+    def _apart(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments that are looked into, and the static ones, which are compared whole."""
+        if self.signature is None:
+            return (args, kwargs), ()
         given = self.signature.bind(*args, **kwargs).arguments
-        return tuple((name, repr(given[name])) for name in sorted(self.static) if name in given)
+        static = {name: value for name, value in given.items() if name in self.static}
+        if any(isinstance(leaf, Tensor) for leaf in tree_flatten(static)[0]):
+            raise JitError("isthmus.jit: a static argument holds tensors, which vary")
+        parts = tuple((name, _argument_key(value)) for name, value in static.items())
+        return {name: value for name, value in given.items() if name not in self.static}, parts
 
     def _record(self, captures: list[Capture], roots: Roots, args: Any, kwargs: Any) -> Any:
         capture = Capture(roots, self.donate)

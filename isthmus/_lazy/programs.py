@@ -92,7 +92,8 @@ def materialise() -> None:
     with trace.lock:
         if trace.refusal is not None:
             raise trace.refusal()
-        counters.count("ops recorded", trace.size)
+        if trace.size:
+            counters.count("ops recorded", trace.size)
         live = trace.live()
         if not live:
             trace.reset()

@@ -189,10 +189,10 @@ class Recipe:
     def plan(self) -> Plan:
         """Return how a call is recorded."""
         plain = self._is_plain()
-        single = len(self.call.types) == 1 and not self.checked and config.lines == "off"
+        single = len(self.call.types) == 1 and not self.checked
         if plain and single and self.builder.mutation is None and self.builder.assembler() is only:
-            spec, calls = self.fresh[0]
-            if not calls:
+            spec, _ = self.fresh[0]
+            if spec.stride == contiguous_strides(spec.size):
                 return _plain(self.call, spec)
         if plain and single and len(self.writes) == 1 and not self.fresh:
             return self._in_place() or self._general()
@@ -219,6 +219,8 @@ class Recipe:
             (target,) = locate(values)
             trace.hold(target.untyped_storage()._buffer, found)  # type: ignore[attr-defined]
             trace.size += 1
+            if config.current.lines == "on":
+                trace.lines.setdefault(found, user_line())
             return target if returns else None
 
         return run
@@ -270,10 +272,7 @@ class Recipe:
             for (group, step), result in zip(writes, results, strict=True):
                 written[group] = step(result, written.get(group), inputs) if step else result
             for group in order:
-                buffer = targets[group].untyped_storage()._buffer  # type: ignore[attr-defined]
-                if type(buffer.held) is not Node:
-                    trace.pending.append(ref(buffer))
-                buffer.held = written[group]
+                trace.hold(targets[group].untyped_storage()._buffer, written[group])  # type: ignore[attr-defined]
             if restrided:
                 for group in order:
                     spec = specs[group]
@@ -308,18 +307,16 @@ def maker(spec: Spec, calls: list[Call]) -> Callable[[Node], Tensor]:
 
 
 def _plain(call: Call, spec: Spec) -> Plan:
-    """Return how an op with one result is recorded: the shortest path there is."""
-    size, dtype, stride = spec.size, spec.dtype, spec.stride
-    if stride != contiguous_strides(size):
-        make = maker(spec, [])
-        return lambda inputs, values: make(node(call, *inputs))
-    signature = signature_of(spec)
+    """Return how an op with one contiguous result is recorded: the shortest path there is."""
+    size, dtype, signature = spec.size, spec.dtype, signature_of(spec)
 
     def run(inputs: list[Node], values: Values) -> Tensor:
         # What the maker does, written out: this runs for nearly every op.
         key = (call, *inputs)
         found = TABLE.get(key) or node(call, *inputs)
         trace.size += 1
+        if config.current.lines == "on":
+            trace.lines.setdefault(found, user_line())
         tensor = empty_tensor(size, dtype)
         buffer = tensor.untyped_storage()._buffer = Buffer(found, signature)  # type: ignore[attr-defined]
         trace.pending.append(ref(buffer))
