@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import isthmus
+from tests import test_lazy_training
 from tests.models import LSTM
 from tests.test_lazy_training import GPT, DropoutMLP, SmallResNet
 
@@ -36,7 +36,7 @@ class Log:
     state: dict[str, Tensor] = field(default_factory=dict)
 
 
-class Training:
+class Training(test_lazy_training.Training):
     """A model, its optimizer, and whichever extras it is trained with, from a fixed start on fixed data."""
 
     def __init__(self, make: Any, optimizer: str, extras: list[str]) -> None:
@@ -66,16 +66,6 @@ class Training:
         if "ema" in self.extras:
             self._average()
         return total
-
-    def _loss(self, batch: tuple[Tensor, ...]) -> Tensor:
-        half = "bfloat16" in self.extras
-        with torch.autocast("jax", torch.bfloat16) if half else contextlib.nullcontext():
-            return self.model(*batch)
-
-    @torch.no_grad()
-    def _average(self) -> None:
-        for mean, now in zip(self.average.parameters(), self.model.parameters(), strict=True):
-            mean.lerp_(now, 0.1)
 
     def run(self, step: Callable[..., Tensor], steps: int) -> Log:
         """Train and return what happened."""

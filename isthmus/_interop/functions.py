@@ -25,7 +25,6 @@ def jax_function(function: Function, *, jit: bool = True) -> Function:
     ``jax.custom_vjp`` and Pallas kernels with one are respected; gradients of gradients work too.
     """
 
-    @torch.compiler.disable  # Dynamo cannot look into JAX: it breaks its graph here
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         leaves, spec = jax.tree.flatten((args, kwargs), is_leaf=lambda value: isinstance(value, Tensor))
@@ -35,7 +34,8 @@ def jax_function(function: Function, *, jit: bool = True) -> Function:
         found = _Call.apply(border, *[leaves[n] for n in at])
         return jax.tree.unflatten(border.spec, found)
 
-    return call
+    # Dynamo cannot look into JAX: it breaks its graph here.
+    return torch.compiler.disable(call)  # type: ignore[no-any-return]
 
 
 class _Static:
