@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from typing import Any
 
 import jax
@@ -9,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from jax.experimental import pallas as pl
 
 import isthmus
-from isthmus.errors import IsthmusError, JitError
+from isthmus._interop.functions import Border
+from isthmus.errors import IsthmusError
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int8, torch.bool, torch.complex64]
 
@@ -152,27 +156,143 @@ def test_it_is_compiled_once() -> None:
     assert len(traced) == 3
 
 
-def test_recorded_tensors_are_computed_first() -> None:
+def modes() -> list[Any]:
+    return [
+        pytest.param(lambda f: f, id="eager"),
+        pytest.param(lambda f: torch.compile(f, backend="isthmus", fullgraph=True), id="compiled"),
+        pytest.param(isthmus.jit, id="jit"),
+        pytest.param(in_lazy_mode, id="lazy"),
+    ]
+
+
+def in_lazy_mode(function: Any) -> Any:
+    def run(*args: Any) -> Any:
+        with isthmus.lazy():
+            return function(*args)
+
+    return run
+
+
+@pytest.mark.parametrize("mode", modes())
+def test_it_is_an_op_in_every_mode(mode: Any) -> None:
+    f = isthmus.jax_function(powers)
+
+    def forward(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return f({"a": x * 2, "b": w}, k=3.0)["value"] + 1
+
+    x, w = f64(4), f64(4)
+    for scale in (1.0, 2.0):
+        given = (x.detach() * scale).requires_grad_()
+        with torch.no_grad() if mode is isthmus.jit else contextlib.nullcontext():
+            found = mode(forward)(given, w)
+        want = torch.sin(given * 2) * w**3 + 1
+        torch.testing.assert_close(found, want)
+        if mode is not isthmus.jit:
+            both = [torch.autograd.grad(y.square().sum(), (given, w)) for y in (found, want)]
+            torch.testing.assert_close(*both)
+
+
+def test_a_training_step_is_one_program_with_it_inside() -> None:
+    f, w = isthmus.jax_function(jnp.tanh), torch.ones(3).to("jax").requires_grad_()
+    optimizer = torch.optim.SGD([w], lr=0.5)
+
+    @isthmus.jit
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = f(w * x).sum()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    x = torch.tensor([0.1, 0.2, 0.3]).to("jax")
+    mine = torch.ones(3)
+    for _ in range(4):
+        want = torch.tanh(mine * x.cpu()).sum()
+        torch.testing.assert_close(step(x).cpu(), want)
+        mine = mine - 0.5 * x.cpu() * (1 - torch.tanh(mine * x.cpu()) ** 2)
+    torch.testing.assert_close(w.detach().cpu(), mine)
+
+
+def test_a_graph_outlives_the_function_in_it() -> None:
     with isthmus.lazy():
-        x = torch.ones(3, device="jax") * 2
-        y = isthmus.jax_function(jnp.square)(x) + 1
-    assert y.tolist() == [5, 5, 5]
+        y = isthmus.jax_function(lambda x: x**2)(torch.ones(3, device="jax") * 2) + 1
+        gc.collect()
+        assert y.tolist() == [5, 5, 5]
 
 
-@pytest.mark.parametrize("jit", [True, False])
-def test_without_jax_jit_it_gives_the_same(jit: bool) -> None:
-    x = f64(3)
-    assert torch.autograd.gradcheck(isthmus.jax_function(jnp.tanh, jit=jit), (x,))
+def test_torch_export_holds_it_as_one_op() -> None:
+    class Model(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return isthmus.jax_function(jnp.tanh)(x * 2)
+
+    x = torch.linspace(-1, 1, 5)
+    program = torch.export.export(Model(), (x,))
+    gc.collect()
+    assert [str(n.target) for n in program.graph.nodes].count("isthmus.jax.default") == 1
+    torch.testing.assert_close(program.module()(x), torch.tanh(x * 2))
 
 
-def test_torch_compile_breaks_its_graph_around_it() -> None:
-    f, x = isthmus.jax_function(jnp.tanh), f64(3)
-    found = torch.compile(lambda x: f(x * 2) + 1, backend="isthmus")(x)
-    (gradient,) = torch.autograd.grad(found.sum(), x)
-    torch.testing.assert_close(found, torch.tanh(x * 2) + 1)
-    torch.testing.assert_close(gradient, 2 * (1 - torch.tanh(x.detach() * 2) ** 2))
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_other_sizes_are_other_graphs(dynamic: bool) -> None:
+    f = isthmus.jax_function(lambda x: x - jnp.arange(x.shape[0]))
+    compiled = torch.compile(lambda x: f(x) * 2, backend="isthmus", fullgraph=True, dynamic=dynamic)
+    for size in (3, 5, 3):
+        x = torch.ones(size).to("jax")
+        torch.testing.assert_close(compiled(x).cpu(), (1 - torch.arange(size)) * 2.0)
 
 
-def test_isthmus_jit_refuses_it() -> None:
-    with pytest.raises(JitError, match="read while the function is recorded"):
-        isthmus.jit(isthmus.jax_function(jnp.tanh))(torch.ones(3).to("jax"))
+def test_cpu_tensors_stay_there() -> None:
+    x = torch.linspace(0, 1, 4, dtype=torch.float64).requires_grad_()
+    y = isthmus.jax_function(jnp.tanh)(x)
+    assert y.device.type == "cpu"
+    assert torch.autograd.gradcheck(isthmus.jax_function(jnp.tanh), (x,))
+    torch.testing.assert_close(y, torch.tanh(x))
+    compiled = torch.compile(isthmus.jax_function(jnp.tanh), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), torch.tanh(x))
+
+
+def test_arrays_and_keys_are_arguments() -> None:
+    traced = []
+
+    def noise(x: Any, key: Any, scale: Any) -> Any:
+        traced.append(1)
+        return x + scale * jax.random.normal(key, x.shape)
+
+    f, x = isthmus.jax_function(noise), torch.zeros(4).to("jax")
+    for seed in (0, 1):
+        key = jax.random.key(seed)
+        found = f(x, key, np.float32([2, 2, 2, 2]))
+        np.testing.assert_allclose(
+            np.asarray(isthmus.to_jax(found)), 2 * jax.random.normal(key, (4,)), rtol=1e-6
+        )
+    assert traced == [1]
+
+
+def test_without_tensors_the_result_is_on_jax() -> None:
+    assert isthmus.jax_function(lambda n: jnp.arange(n))(4).tolist() == [0, 1, 2, 3]
+
+
+def test_what_the_gradient_needs_is_kept_once() -> None:
+    saving = Border(jnp.tanh).saving((0,), [torch.ones(3)])
+    assert len(saving.body.results) == 1 + len([s for s in saving.sources if s > 1])
+    both = Border(lambda x, y: x * y).saving((0, 1), [torch.ones(3), torch.ones(3)])
+    assert sorted(both.sources) == [0, 1]
+    assert len(both.body.results) == 1
+
+
+def test_a_pallas_kernel() -> None:
+    def kernel(x: Any, y: Any, out: Any) -> None:
+        out[...] = x[...] * y[...] + 1
+
+    def call(x: Any, y: Any) -> Any:
+        block = pl.BlockSpec((2, 4), lambda i: (i, 0))
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return pl.pallas_call(
+            kernel, shape, grid=(2,), in_specs=[block, block], out_specs=block, interpret=True
+        )(x, y)
+
+    f = isthmus.jax_function(call)
+    x, y = torch.arange(16.0).reshape(4, 4).to("jax"), torch.full((4, 4), 2.0).to("jax")
+    want = x.cpu() * 2 + 1
+    for mode in (lambda f: f, lambda f: torch.compile(f, backend="isthmus", fullgraph=True), in_lazy_mode):
+        torch.testing.assert_close(mode(f)(x, y).cpu(), want)

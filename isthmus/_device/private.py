@@ -101,3 +101,15 @@ def _flex_attention_autocast(*args: Any) -> Any:
     given = [x.to(dtype) if x.dtype in wide else x for x in args[:3]]
     with without_autocast():
         return flex_attention(*given, *args[3:])
+
+
+_PLAIN: list[Any] = []
+
+
+def are_plain(tensors: list[torch.Tensor]) -> bool:
+    """Return whether an op on these would go straight to the kernel of "jax", gradients aside."""
+    if not _PLAIN:
+        _PLAIN.append(torch._C._dispatch_keys(empty_tensor((), torch.float32)))
+    plain, keys = _PLAIN[0], torch._C._dispatch_keys
+    # Fake, wrapped, conjugated tensors and those of other devices have other keys.
+    return not torch._C._len_torch_dispatch_stack() and all([keys(t) == plain for t in tensors])

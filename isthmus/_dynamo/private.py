@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 GraphBreak = tuple[list[tuple[str, int]], str, str | None]
@@ -58,3 +58,10 @@ def parameter_places() -> set[int]:
     context = TracingContext.try_get()
     metadata = None if context is None else context.fw_metadata
     return set() if metadata is None else set(metadata.static_input_indices)
+
+
+def nonstrict_trace(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that Dynamo puts into its graph by what it does to tensors, not by its Python code."""
+    import torch._dynamo
+
+    return torch._dynamo.nonstrict_trace(function)  # type: ignore[no-any-return]

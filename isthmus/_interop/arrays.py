@@ -67,8 +67,3 @@ def _here(array: Any) -> Any:
             f"with jax.device_put(array, jax.devices()[0])"
         )
     return array if devices == {default_device()} else jax.device_put(array, default_device())
-
-
-def is_wide(dtype: Any) -> bool:
-    """Return whether a dtype needs JAX's 64-bit types."""
-    return np.dtype(dtype).itemsize >= 8 and np.dtype(dtype) != np.complex64

@@ -1,10 +1,9 @@
-"""JAX functions called with torch tensors: jitted, and differentiated by torch's autograd through ``jax.vjp``."""
+"""JAX functions called with torch tensors: one op each, differentiated by torch's autograd through ``jax.vjp``."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,155 +11,223 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isthmus._interop.arrays import from_jax, is_wide, to_jax
-from isthmus._runtime.compiler import scoped_x64
+from isthmus._dynamo.private import nonstrict_trace
+from isthmus._interop import bodies
+from isthmus._interop.arrays import from_jax, to_jax
+from isthmus._interop.bodies import Body, Kind, kinds_of
+from isthmus._runtime.dtypes import to_jax_dtype
+from isthmus._runtime.private import trace_state_clean
 
 Function = Callable[..., Any]
+_LIMIT = 1024
 
 
-def jax_function(function: Function, *, jit: bool = True) -> Function:
+def jax_function(function: Function) -> Function:
     """Return a JAX function that takes and returns torch tensors, in pytrees if need be.
 
-    Arguments that are not tensors are passed on as they are, and compiled in. Gradients go through ``jax.vjp``, so
+    Arrays may be passed as well; other arguments are compiled in. Gradients go through ``jax.vjp``, so
     ``jax.custom_vjp`` and Pallas kernels with one are respected; gradients of gradients work too.
     """
+    borders: dict[Any, Border] = {}
 
-    @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        leaves, spec = jax.tree.flatten((args, kwargs), is_leaf=lambda value: isinstance(value, Tensor))
-        at = tuple(n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-        others = tuple(None if n in at else leaf for n, leaf in enumerate(leaves))
-        border = _border(function, spec, at, _Static(others), jit)
-        found = _Call.apply(border, *[leaves[n] for n in at])
-        return jax.tree.unflatten(border.spec, found)
+        leaves, spec = jax.tree.flatten((args, kwargs))
+        places = tuple([_place(leaf) for leaf in leaves])
+        border = borders.get((spec, places))
+        if border is None:
+            if len(borders) >= _LIMIT:
+                borders.clear()
+            border = borders[(spec, places)] = Border(_opened(function, spec, places))
+        tensors = [
+            _tensor(leaf) for leaf, place in zip(leaves, places, strict=True) if type(place) is not Fixed
+        ]
+        return border(tensors)
 
-    # Dynamo cannot look into JAX: it breaks its graph here.
-    return torch.compiler.disable(call)  # type: ignore[no-any-return]
+    return functools.wraps(function)(nonstrict_trace(call))
 
 
-class _Static:
-    """Arguments that are compiled in, told apart by type and value."""
+class Fixed:
+    """An argument that is compiled in, told apart by type and value."""
 
-    def __init__(self, values: tuple[Any, ...]) -> None:
-        self.values = values
-        self.key = tuple(
-            (type(value), repr(value) if isinstance(value, float) else value) for value in values
-        )
+    __slots__ = ("key", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.key = (type(value), repr(value) if isinstance(value, (float, complex)) else value)
 
     def __hash__(self) -> int:
         return hash(self.key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Static) and self.key == other.key
+        return isinstance(other, Fixed) and self.key == other.key
 
 
-@functools.lru_cache(maxsize=1024)
-def _border(function: Function, spec: Any, at: tuple[int, ...], others: _Static, jit: bool) -> Border:
-    return Border(function, spec, at, others.values, jit)
+def _place(leaf: Any) -> Any:
+    """Return how an argument reaches the function: as an array (None), as a key of some kind, or fixed."""
+    if isinstance(leaf, Tensor) or isinstance(leaf, np.ndarray):  # noqa: SIM101  # half the time for a tensor
+        return None
+    if isinstance(leaf, jax.Array):
+        return jax.random.key_impl(leaf) if _is_key(leaf) else None
+    return Fixed(leaf)
+
+
+def _is_key(array: Any) -> bool:
+    return bool(jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key))
+
+
+def _tensor(leaf: Any) -> Tensor:
+    if isinstance(leaf, Tensor):
+        return leaf
+    return from_jax(jax.random.key_data(leaf) if isinstance(leaf, jax.Array) and _is_key(leaf) else leaf)
+
+
+def _opened(function: Function, spec: Any, places: Sequence[Any]) -> Function:
+    """Return the function of the arrays alone."""
+
+    def opened(*arrays: Any) -> Any:
+        left = iter(arrays)
+        leaves = [place.value if type(place) is Fixed else _array(next(left), place) for place in places]
+        args, kwargs = jax.tree.unflatten(spec, leaves)
+        return jax.tree.map(jax.numpy.asarray, function(*args, **kwargs))
+
+    return opened
+
+
+def _array(array: Any, impl: Any) -> Any:
+    return array if impl is None else jax.random.wrap_key_data(array, impl=impl)
 
 
 class Border:
-    """A JAX function of flat arrays, its gradient, and how its result is put together."""
+    """A function of arrays that torch calls: its bodies, and those of its gradient."""
 
-    def __init__(
-        self, function: Function, spec: Any, at: tuple[int, ...], others: tuple[Any, ...], jit: bool
-    ) -> None:
-        self.spec: Any = None
-        self.gradients: dict[tuple[int, ...], Function] = {}
+    def __init__(self, function: Function) -> None:
+        self.function = function
+        self.bodies: dict[Any, Body] = {}
+        self.savings: dict[Any, Saving] = {}
+        self.gradients: dict[tuple[int, ...], Border] = {}
 
-        def flat(*arrays: Any) -> list[Any]:
-            leaves = list(others)
-            for n, array in zip(at, arrays, strict=True):
-                leaves[n] = array
-            args, kwargs = jax.tree.unflatten(spec, leaves)
-            found, self.spec = jax.tree.flatten(function(*args, **kwargs))
-            return [jax.numpy.asarray(leaf) for leaf in found]
+    def __call__(self, tensors: list[Tensor]) -> Any:
+        """Return what the function returns, with tensors for arrays."""
+        if torch.is_grad_enabled() and any([t.requires_grad for t in tensors]):
+            saving = self.saving(tuple([n for n, t in enumerate(tensors) if t.requires_grad]), tensors)
+            return jax.tree.unflatten(saving.spec, _Call.apply(self, saving, *tensors))
+        if not trace_state_clean():  # JAX itself differentiates what it traces
+            return from_jax(self.function(*[to_jax(t) for t in tensors]))
+        if not tensors:  # torch knows by a tensor where an op runs
+            tensors = [torch.zeros((), device="jax")]
+        body = self.body(tensors)
+        return jax.tree.unflatten(body.spec, bodies.call(body, tensors))
 
-        self.flat = flat
-        wrap = jax.jit if jit else lambda f, **_: f
-        self.run: Function = wrap(flat)
-        self.run_saving: Function = wrap(self._saving, static_argnums=0)
-        self.back: Function = wrap(lambda pull, given: pull(given))
+    def body(self, tensors: Sequence[Tensor]) -> Body:
+        """Return the body for tensors like these."""
+        key = kinds_of(tensors)
+        body = self.bodies.get(key)
+        if body is None:
+            body = Body(self.function, key)
+            if body.is_lasting:
+                self.bodies[key] = body
+        return body
 
-    def _saving(self, wanted: tuple[int, ...], *arrays: Any) -> Any:
-        """Return the results, and the function that pulls gradients of them back to the arrays that want one."""
+    def saving(self, wanted: tuple[int, ...], tensors: Sequence[Tensor]) -> Saving:
+        """Return the body that keeps what the gradient needs, for tensors like these."""
+        key = (wanted, kinds_of(tensors))
+        saving = self.savings.get(key)
+        if saving is None:
+            saving = Saving(self.function, *key)
+            if saving.body.is_lasting:
+                self.savings[key] = saving
+        return saving
 
-        def of(*varying: Any) -> list[Any]:
-            given = list(arrays)
-            for n, value in zip(wanted, varying, strict=True):
-                given[n] = value
-            return self.flat(*given)
-
-        return jax.vjp(of, *[arrays[n] for n in wanted])
-
-    def gradient(self, wanted: tuple[int, ...], count: int) -> Function:
+    def gradient(self, wanted: tuple[int, ...], count: int) -> Border:
         """Return the gradient as a function of the arrays and of the gradients of the results that have one."""
-        if wanted in self.gradients:
-            return self.gradients[wanted]
+        if wanted not in self.gradients:
 
-        def gradient(*values: Any) -> list[Any]:
-            arrays, given = values[:count], list(values[count:])
-            results, pull = self._saving(wanted, *arrays)
-            return list(pull([given.pop(0) if _varies(r) else _no_gradient(r) for r in results]))
+            def gradient(*values: Any) -> list[Any]:
+                arrays, given = values[:count], iter(values[count:])
+                results, pull = _pulled(self.function, wanted, arrays)
+                leaves, spec = jax.tree.flatten(results)
+                return list(pull(jax.tree.unflatten(spec, [_cotangent(leaf, given) for leaf in leaves])))
 
-        self.gradients[wanted] = gradient
-        return gradient
-
-
-def _varies(array: Any) -> bool:
-    return bool(jax.numpy.issubdtype(array.dtype, jax.numpy.inexact))
+            self.gradients[wanted] = Border(gradient)
+        return self.gradients[wanted]
 
 
-def _no_gradient(array: Any) -> Any:
-    return np.zeros(array.shape, jax.dtypes.float0)
+def _pulled(function: Function, wanted: tuple[int, ...], arrays: Sequence[Any]) -> Any:
+    """Return the results, and the function that pulls gradients of them back to the arrays that want one."""
+
+    def of(*varying: Any) -> Any:
+        given = list(arrays)
+        for n, value in zip(wanted, varying, strict=True):
+            given[n] = value
+        return function(*given)
+
+    return jax.vjp(of, *[arrays[n] for n in wanted])
 
 
-def _precision(arrays: list[Any]) -> Any:
-    """Return the context in which 64-bit arrays stay what they are; without any, the user's configuration rules."""
-    return scoped_x64() if any(is_wide(a.dtype) for a in arrays) else contextlib.nullcontext()
+def _cotangent(leaf: Any, given: Any) -> Any:
+    return next(given) if _varies(leaf.dtype) else np.zeros(leaf.shape, jax.dtypes.float0)
+
+
+def _varies(dtype: Any) -> bool:
+    return bool(jax.numpy.issubdtype(dtype, jax.numpy.inexact))
+
+
+class Saving:
+    """A body that also returns what its gradient needs, except where that is an argument or a result already."""
+
+    def __init__(self, function: Function, wanted: tuple[int, ...], kinds: Sequence[Kind]) -> None:
+        def saving(*arrays: Any) -> list[Any]:
+            results, pull = _pulled(function, wanted, arrays)
+            leaves, self.spec = jax.tree.flatten(results)
+            kept, self.pull = jax.tree.flatten(pull)
+            self.count = len(leaves)
+            return [*leaves, *kept]
+
+        self.wanted = wanted
+        self.body = body = Body(saving, kinds)
+        self.results, self.kept = body.results[: self.count], body.results[self.count :]
+        self.varies = [_varies(to_jax_dtype(dtype)) for _, dtype in self.results]
+        self.sources = body.leave_out_repeats(self.count)
+        self._back: Body | None = None
+
+    def back(self) -> Body:
+        """Return the body that takes what was kept and the gradients of results, and returns those of arguments."""
+        if self._back is None:
+            given = [kind for kind, varies in zip(self.results, self.varies, strict=True) if varies]
+
+            def back(*values: Any) -> list[Any]:
+                pull = jax.tree.unflatten(self.pull, values[: len(self.kept)])
+                left = iter(values[len(self.kept) :])
+                results = [jax.ShapeDtypeStruct(shape, to_jax_dtype(dtype)) for shape, dtype in self.results]
+                return list(pull(jax.tree.unflatten(self.spec, [_cotangent(x, left) for x in results])))
+
+            self._back = Body(back, [*self.kept, *given])
+        return self._back
 
 
 class _Call(torch.autograd.Function):
     """One call; tensors in, a tuple of tensors out."""
 
     @staticmethod
-    def forward(ctx: Any, border: Border, *tensors: Tensor) -> Any:
-        arrays = [to_jax(t) for t in tensors]
-        ctx.border = border
-        ctx.wanted = tuple(n for n, need in enumerate(ctx.needs_input_grad[1:]) if need)
-        with _precision(arrays):
-            if ctx.wanted:
-                found, ctx.pull = border.run_saving(ctx.wanted, *arrays)
-            else:
-                found = border.run(*arrays)
-        ctx.save_for_backward(*tensors)
-        ctx.varies = [_varies(array) for array in found]
-        results = tuple(from_jax(found))
-        ctx.mark_non_differentiable(*[t for t, varies in zip(results, ctx.varies, strict=True) if not varies])
-        ctx.results = [(array.shape, array.dtype) for array in found]
-        return results
+    def forward(ctx: Any, border: Border, saving: Saving, *tensors: Tensor) -> Any:
+        found = bodies.call(saving.body, list(tensors))
+        ctx.border, ctx.saving, ctx.count = border, saving, len(tensors)
+        pool = [*tensors, *found]
+        ctx.save_for_backward(*tensors, *[pool[at] for at in saving.sources])
+        results = found[: saving.count]
+        ctx.mark_non_differentiable(*[t for t, v in zip(results, saving.varies, strict=True) if not v])
+        return tuple(results)
 
     @staticmethod
-    def backward(ctx: Any, *given: Tensor | None) -> Any:  # type: ignore[override]
-        tensors = ctx.saved_tensors
-        found: list[Any] = [None] * (1 + len(tensors))
-        kept = [g for g, varies in zip(given, ctx.varies, strict=True) if varies]
+    def backward(ctx: Any, *given: Tensor) -> Any:  # type: ignore[override]
+        saving = ctx.saving
+        tensors, kept = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        varying = [g for g, varies in zip(given, saving.varies, strict=True) if varies]
         if torch.is_grad_enabled():
-            gradient = ctx.border.gradient(ctx.wanted, len(tensors))
-            pulled = jax_function(gradient)(*tensors, *kept)
+            pulled = ctx.border.gradient(saving.wanted, ctx.count)([*tensors, *varying])
         else:
-            pulled = from_jax(_pulled(ctx, [to_jax(g) for g in kept]))
-        for n, gradient in zip(ctx.wanted, pulled, strict=True):
-            found[1 + n] = gradient
+            pulled = bodies.call(saving.back(), [*kept, *varying])
+        found: list[Any] = [None] * (2 + ctx.count)
+        for n, gradient in zip(saving.wanted, pulled, strict=True):
+            found[2 + n] = gradient
         return tuple(found)
-
-
-def _pulled(ctx: Any, kept: list[Any]) -> Any:
-    """Return the gradients by what the forward pass kept."""
-    left = iter(kept)
-    given = [
-        next(left) if varies else np.zeros(shape, jax.dtypes.float0)
-        for varies, (shape, _) in zip(ctx.varies, ctx.results, strict=True)
-    ]
-    with _precision([*kept, *[leaf for leaf in jax.tree.leaves(ctx.pull) if hasattr(leaf, "dtype")]]):
-        return list(ctx.border.back(ctx.pull, given))
