@@ -16,14 +16,19 @@ from isthmus.modes import graph_of, jit, lazy, mode, set_mode, sync
 
 __version__ = "0.1.0.dev0"
 __all__ = [
+    "checkpoint",
     "config",
     "errors",
     "explain",
+    "export",
     "from_jax",
+    "functional",
     "graph_of",
     "jax_function",
+    "jax_module",
     "jit",
     "lazy",
+    "load",
     "lowering",
     "metrics",
     "mode",
@@ -32,6 +37,7 @@ __all__ = [
     "set_mode",
     "sync",
     "to_jax",
+    "torch_function",
 ]
 
 if _isthmus_autoload.asked_for:
@@ -50,6 +56,14 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module("isthmus._interop.arrays"), name)
     if name == "jax_function":
         return importlib.import_module("isthmus._interop.functions").jax_function
-    if name == "metrics":
-        return importlib.import_module("isthmus.metrics")
+    if name == "jax_module":
+        return importlib.import_module("isthmus._interop.modules").jax_module
+    if name in ("export", "load"):
+        return getattr(importlib.import_module("isthmus._export.api"), name)
+    if name == "functional":
+        return importlib.import_module("isthmus._interop.functional").functional
+    if name == "torch_function":
+        return importlib.import_module("isthmus._interop.torch_functions").torch_function
+    if name in ("checkpoint", "metrics"):
+        return importlib.import_module(f"isthmus.{name}")
     raise AttributeError(f"module 'isthmus' has no attribute {name!r}")

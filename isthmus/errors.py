@@ -33,3 +33,11 @@ class ConfigError(IsthmusError, ValueError):
 
 class JitError(IsthmusError):
     """A function given to ``isthmus.jit`` does something that cannot be replayed without running its Python."""
+
+
+class ExportError(IsthmusError):
+    """A model cannot be exported, or a file is no exported program."""
+
+
+class TracedValueError(IsthmusError):
+    """Torch code that runs inside a transformation of JAX's reads a value, which is not known yet."""

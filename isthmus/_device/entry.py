@@ -112,6 +112,8 @@ def _body(kernel: Kernel, take: str) -> list[str]:
     extras = ["_default_dtype()"]
     if kernel.matmul:
         extras.append("_matmul_precision()")
+    if kernel.random:
+        extras.append("_own.words is None")  # else what it draws may be a tracer
     if kernel.schema.mutated:
         extras.append("_alias_pattern(_values)")
     return [
@@ -183,6 +185,7 @@ def _scope(kernel: Kernel) -> dict[str, Any]:
         "_list_part": list_part,
         "_matmul_precision": torch.get_float32_matmul_precision,
         "_number_part": number_part,
+        "_own": generator.own,
         "_static_part": static_part,
     }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,16 @@ class State:
 
 
 default = State(0)
+
+
+class Own(threading.local):
+    """What random ops on this thread draw from in place of the generator: a function of the offset."""
+
+    words: Callable[[int], Any] | None = None
+    offset = 0
+
+
+own = Own()
 
 
 def manual_seed(seed: int) -> None:
@@ -53,7 +63,8 @@ def words(start: tuple[int, int], step: int) -> np.ndarray[Any, Any]:
 def get_state() -> torch.Tensor:
     """Return (seed, offset) as a CPU byte tensor, as torch keeps generator states."""
     with _lock:
-        words = np.array([default.seed, default.offset], np.uint64)
+        start = (0, own.offset) if own.words is not None else (default.seed, default.offset)
+    words = np.array(start, np.uint64)
     return torch.from_numpy(words.view(np.uint8).copy())
 
 
@@ -64,6 +75,9 @@ def set_state(state: torch.Tensor) -> None:
             "RNG state of device 'jax' must be the 16-byte torch.uint8 tensor get_rng_state returned"
         )
     seed, offset = state.cpu().contiguous().numpy().view(np.uint64)
+    if own.words is not None:
+        own.offset = int(offset)
+        return
     with _lock:
         default.seed, default.offset = int(seed), int(offset)
 
@@ -82,11 +96,28 @@ def replaying(words: np.ndarray[Any, Any], index: int) -> Iterator[None]:
             default.seed, default.offset = before
 
 
-def draw(generator: torch.Generator | None, count: int = 1) -> np.ndarray[Any, Any]:
+@contextlib.contextmanager
+def drawing_from(words: Callable[[int], Any]) -> Iterator[None]:
+    """Let random ops on this thread take their four words from a function of how many were drawn before."""
+    before = own.words, own.offset
+    own.words, own.offset = words, 0
+    try:
+        yield
+    finally:
+        own.words, own.offset = before
+
+
+def draw(generator: torch.Generator | None, count: int = 1) -> Any:
     """Return the next (seed, offset) as four 32-bit words and use up ``count`` offsets.
 
     A CPU generator is drawn from instead.
     """
+    if own.words is not None:
+        if generator is not None:
+            raise RuntimeError("a generator cannot be drawn from inside a JAX function; pass a key as rng=")
+        start = own.offset
+        own.offset += count
+        return own.words(start)
     if generator is not None:
         low, high = torch.randint(
             0, 2**32, (2,), generator=generator, dtype=torch.int64, device="cpu"

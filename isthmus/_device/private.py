@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -113,3 +114,13 @@ def are_plain(tensors: list[torch.Tensor]) -> bool:
     plain, keys = _PLAIN[0], torch._C._dispatch_keys
     # Fake, wrapped, conjugated tensors and those of other devices have other keys.
     return not torch._C._len_torch_dispatch_stack() and all([keys(t) == plain for t in tensors])
+
+
+def container_of(kind: type) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]] | None:
+    """Return how torch's pytrees take a container apart and, given the rest first, put it together again."""
+    from torch.utils._pytree import SUPPORTED_NODES
+
+    found = SUPPORTED_NODES.get(kind)
+    if found is None:
+        return None
+    return found.flatten_fn, lambda rest, items: found.unflatten_fn(list(items), rest)

@@ -7,7 +7,7 @@ from types import FrameType
 
 from isthmus._graph.graph import Graph
 from isthmus._lazy import storms
-from isthmus._lazy.lines import OWNERS, RECORDER, owner
+from isthmus._runtime.lines import OWNERS, RECORDER, owner
 from isthmus._runtime import counters
 
 # By file and function. A function calls others that are here as well: the one nearest to the user's code says why.

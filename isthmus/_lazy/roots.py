@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from isthmus._lazy.lines import OWNERS, owner
+from isthmus._runtime.lines import OWNERS, owner
 from isthmus.errors import JitError
 
 _DEPTH = 3

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten
 
 from isthmus._device.private import in_backward
 from isthmus._graph.schema import schema_of
-from isthmus._lazy.lines import user_line
+from isthmus._runtime.lines import user_line
 from isthmus.errors import JitError
 
 _READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.__iter__)

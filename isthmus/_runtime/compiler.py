@@ -23,6 +23,11 @@ def scoped_x64() -> Any:
     return jax.enable_x64(True)
 
 
+def has_x64() -> bool:
+    """Return whether 64-bit types are on, on this thread."""
+    return bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
+
+
 def abstract(value: Any) -> jax.ShapeDtypeStruct:
     """Return the shape and dtype of ``value``."""
     return jax.ShapeDtypeStruct(value.shape, value.dtype)

@@ -8,6 +8,8 @@ import jax
 import numpy as np
 
 from isthmus._runtime.compiler import default_device, scoped_x64
+from isthmus._runtime.lines import user_line
+from isthmus.errors import TracedValueError
 
 NUMBER_DTYPES = {bool: np.bool_, int: np.int64, float: np.float64, complex: np.complex128}
 _CACHE_LIMIT = 4096
@@ -43,4 +45,10 @@ def from_numpy(array: np.ndarray[Any, Any]) -> Any:
 
 def to_numpy(value: Any) -> np.ndarray[Any, Any]:
     """Return the contents of a jax array; the memory may be shared and must not be written."""
+    if isinstance(value, jax.core.Tracer):
+        raise TracedValueError(
+            f"{user_line() or 'torch code'} reads the value of a tensor ({value.dtype}{list(value.shape)}) that JAX is "
+            f"tracing, which has none yet: compute with the tensor instead, for example by torch.where, or run the "
+            f"function outside of jax.jit, grad and vmap"
+        )
     return np.asarray(value)

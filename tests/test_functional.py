@@ -1,0 +1,203 @@
+"""Modules as pure functions of their parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+from torch import nn
+
+import isthmus
+from isthmus.errors import IsthmusError
+
+
+def mlp(device: str = "jax") -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 3)).to(device)
+
+
+X = torch.linspace(-1, 1, 20).reshape(5, 4)
+
+
+@pytest.mark.parametrize("device", ["jax", "cpu"])
+def test_it_computes_what_the_module_computes(device: str) -> None:
+    model = mlp(device)
+    params, apply = isthmus.functional(model)
+    assert params.keys() == dict(model.named_parameters()).keys()
+    want = mlp("cpu")(X).detach().numpy()
+    for call in (apply, jax.jit(apply)):
+        np.testing.assert_allclose(call(params, jnp.asarray(X.numpy())), want, rtol=1e-5, atol=1e-6)
+    for name, parameter in model.named_parameters():
+        assert parameter is dict(model.named_parameters())[name]  # the module has its own again
+        assert parameter.requires_grad
+
+
+def test_gradients_are_those_of_torch() -> None:
+    model = mlp("cpu")
+    params, apply = isthmus.functional(model)
+    found = jax.jit(jax.grad(lambda p, x: (apply(p, x) ** 2).mean()))(params, jnp.asarray(X.numpy()))
+    model(X).square().mean().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        np.testing.assert_allclose(found[name], parameter.grad.numpy(), rtol=1e-4, atol=1e-6)
+
+
+def test_per_sample_gradients() -> None:
+    model = mlp("cpu")
+    params, apply = isthmus.functional(model)
+    gradient = jax.grad(lambda p, x: (apply(p, x) ** 2).sum())
+    found = jax.jit(jax.vmap(gradient, in_axes=(None, 0)))(params, jnp.asarray(X.numpy()))
+    for n, x in enumerate(X):
+        model.zero_grad()
+        model(x).square().sum().backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            np.testing.assert_allclose(found[name][n], parameter.grad.numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_an_ensemble_is_a_vmap_over_parameters() -> None:
+    params, apply = isthmus.functional(mlp())
+    many = jax.tree.map(lambda p: jnp.stack([p, 2 * p, -p]), params)
+    x = jnp.asarray(X.numpy())
+    found = jax.vmap(apply, in_axes=(0, None))(many, x)
+    for n, scale in enumerate((1, 2, -1)):
+        one = jax.tree.map(lambda p, scale=scale: scale * p, params)
+        np.testing.assert_allclose(found[n], apply(one, x), rtol=1e-5, atol=1e-6)
+
+
+class Normalized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last = nn.BatchNorm1d(4), nn.Linear(4, 2)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen = self.seen + len(x)  # replaced, not written to
+        return self.last(self.norm(x))
+
+
+def test_buffers_are_a_state() -> None:
+    torch.manual_seed(0)
+    model = Normalized()
+    params, apply = isthmus.functional(model)
+    before = {name: b.clone() for name, b in model.named_buffers()}
+    state, x = apply.state, jnp.asarray(X.numpy())
+    assert state["seen"].dtype == jnp.int32  # JAX's 64-bit types are off
+    step = jax.jit(lambda p, s, x: apply(p, x, state=s, train=True))
+    for _ in range(3):
+        found, state = step(params, state, x)
+    for name, b in model.named_buffers():
+        assert torch.equal(b, before[name])
+    for _ in range(3):
+        want = model.train()(X)
+    np.testing.assert_allclose(found, want.detach().numpy(), rtol=1e-4, atol=1e-5)
+    assert state.keys() == dict(model.named_buffers()).keys()
+    for name, b in model.named_buffers():
+        np.testing.assert_allclose(state[name], b.numpy(), rtol=1e-5, err_msg=name)
+    with pytest.raises(IsthmusError, match=r"writes to its buffers \(.*norm.running_mean.*state=state"):
+        apply(params, x, train=True)
+    model.eval()
+    found, same = jax.jit(lambda p, s, x: apply(p, x, state=s, train=False))(params, state, x)
+    np.testing.assert_allclose(found, model(X).detach().numpy(), rtol=1e-4, atol=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, same, state)
+
+
+def test_train_is_an_argument() -> None:
+    model = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5)).to("jax").eval()
+    params, apply = isthmus.functional(model)
+    x, key = jnp.ones((2, 4)), jax.random.key(0)
+    np.testing.assert_array_equal(apply(params, x), apply(params, x, train=False))
+    dropped = apply(params, x, train=True, rng=key)
+    assert (np.asarray(dropped) == 0).mean() > 0.2
+    assert not model.training
+    assert not model[1].training
+    with pytest.raises(IsthmusError, match="pass a key"):
+        apply(params, x, train=True)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embedding(tokens))
+
+
+def test_tied_weights_stay_tied() -> None:
+    torch.manual_seed(0)
+    model = Tied()
+    params, apply = isthmus.functional(model)
+    assert list(params) == ["embedding.weight"]
+    tokens = torch.tensor([[1, 5, 5], [0, 2, 6]])
+    found = jax.jit(jax.grad(lambda p, t: (apply(p, t) ** 2).sum()))(
+        params, jnp.asarray(tokens.numpy(), jnp.int32)
+    )
+    model(tokens).square().sum().backward()
+    assert model.embedding.weight.grad is not None
+    np.testing.assert_allclose(
+        found["embedding.weight"], model.embedding.weight.grad.numpy(), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_optax_trains_it_in_a_scan() -> None:
+    params, apply = isthmus.functional(mlp())
+    optimizer = optax.adam(1e-2)
+    x, y = jnp.asarray(X.numpy()), jnp.ones((5, 3))
+
+    def loss(params: Any) -> Any:
+        return ((apply(params, x) - y) ** 2).mean()
+
+    def step(carry: Any, _: Any) -> Any:
+        params, state = carry
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, state = optimizer.update(grads, state)
+        return (optax.apply_updates(params, updates), state), value
+
+    (_, _), losses = jax.jit(lambda p: jax.lax.scan(step, (p, optimizer.init(p)), None, length=60))(params)
+    assert losses[-1] < 0.1 * losses[0]
+
+
+def test_recurrent_modules() -> None:
+    torch.manual_seed(0)
+    model = nn.LSTM(4, 6, batch_first=True)
+    params, apply = isthmus.functional(model)
+    found, (h, c) = jax.jit(apply)(params, jnp.asarray(X.numpy())[None])
+    want, (wh, wc) = model(X[None])
+    for a, b in ((found, want), (h, wh), (c, wc)):
+        np.testing.assert_allclose(a, b.detach().numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_what_does_not_fit_is_named() -> None:
+    params, apply = isthmus.functional(mlp())
+    with pytest.raises(IsthmusError, match=r"missing \['0.bias'\], not known \['bias'\]"):
+        apply(
+            {"bias": params["0.bias"], **{k: v for k, v in params.items() if k != "0.bias"}}, jnp.ones((1, 4))
+        )
+    with pytest.raises(IsthmusError, match=r"0.bias is \[3\], the module has \[8\]"):
+        apply({**params, "0.bias": jnp.zeros(3)}, jnp.ones((1, 4)))
+    with pytest.raises(IsthmusError, match="float64, and JAX's 64-bit types are off"):
+        isthmus.functional(mlp().double())
+
+
+def test_models_of_transformers() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=32, n_positions=16)
+    model = GPT2LMHeadModel(config).eval()
+    params, apply = isthmus.functional(model)
+    tokens = torch.arange(12).reshape(2, 6)
+    found = jax.jit(lambda p, t: apply(p, input_ids=t, labels=t, use_cache=False))(
+        params, jnp.asarray(tokens.numpy(), jnp.int32)
+    )
+    want = model(input_ids=tokens, labels=tokens)
+    np.testing.assert_allclose(found.loss, want.loss.item(), rtol=1e-5)
+    np.testing.assert_allclose(found.logits, want.logits.detach().numpy(), rtol=1e-4, atol=1e-5)
