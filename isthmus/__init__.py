@@ -18,6 +18,7 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "checkpoint",
     "config",
+    "custom_op",
     "errors",
     "explain",
     "export",
@@ -32,12 +33,14 @@ __all__ = [
     "lowering",
     "metrics",
     "mode",
+    "optax",
     "register",
     "register_backend",
     "set_mode",
     "sync",
     "to_jax",
     "torch_function",
+    "train_step",
 ]
 
 if _isthmus_autoload.asked_for:
@@ -46,24 +49,30 @@ if config.mode == "lazy":
     set_mode("lazy")
 
 
+_LATER = {
+    "checkpoint": "isthmus.checkpoint",
+    "custom_op": "isthmus._interop.custom_ops",
+    "export": "isthmus._export.api",
+    "from_jax": "isthmus._interop.arrays",
+    "functional": "isthmus._interop.functional",
+    "jax_function": "isthmus._interop.functions",
+    "jax_module": "isthmus._interop.modules",
+    "load": "isthmus._export.api",
+    "lowering": "isthmus._ops.registry",
+    "metrics": "isthmus.metrics",
+    "optax": "isthmus.optax",
+    "to_jax": "isthmus._interop.arrays",
+    "torch_function": "isthmus._interop.torch_functions",
+    "train_step": "isthmus._interop.training",
+}
+"""What needs JAX, or a library of its own, by where it is."""
+
+
 def __getattr__(name: str) -> Any:
     """Load what needs JAX when it is asked for."""
     import importlib
 
-    if name == "lowering":
-        return importlib.import_module("isthmus._ops.registry").lowering
-    if name in ("from_jax", "to_jax"):
-        return getattr(importlib.import_module("isthmus._interop.arrays"), name)
-    if name == "jax_function":
-        return importlib.import_module("isthmus._interop.functions").jax_function
-    if name == "jax_module":
-        return importlib.import_module("isthmus._interop.modules").jax_module
-    if name in ("export", "load"):
-        return getattr(importlib.import_module("isthmus._export.api"), name)
-    if name == "functional":
-        return importlib.import_module("isthmus._interop.functional").functional
-    if name == "torch_function":
-        return importlib.import_module("isthmus._interop.torch_functions").torch_function
-    if name in ("checkpoint", "metrics"):
-        return importlib.import_module(f"isthmus.{name}")
-    raise AttributeError(f"module 'isthmus' has no attribute {name!r}")
+    if name not in _LATER:
+        raise AttributeError(f"module 'isthmus' has no attribute {name!r}")
+    module = importlib.import_module(_LATER[name])
+    return module if _LATER[name] == f"isthmus.{name}" else getattr(module, name)
