@@ -296,3 +296,19 @@ def test_a_pallas_kernel() -> None:
     want = x.cpu() * 2 + 1
     for mode in (lambda f: f, lambda f: torch.compile(f, backend="isthmus", fullgraph=True), in_lazy_mode):
         torch.testing.assert_close(mode(f)(x, y).cpu(), want)
+
+
+def test_transformations_of_torch() -> None:
+    f = isthmus.jax_function(lambda x, w: jnp.tanh(x @ w).sum())
+    x, w = f64(5, 3).detach(), f64(3).detach()
+
+    def want(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ w).sum()
+
+    for transform in (
+        lambda f: torch.func.vmap(f, in_dims=(0, None)),
+        lambda f: torch.func.grad(f, argnums=1),
+        lambda f: torch.func.vmap(torch.func.grad(f, argnums=1), in_dims=(0, None)),
+        lambda f: torch.func.jacrev(torch.func.grad(f, argnums=1), argnums=1),
+    ):
+        torch.testing.assert_close(transform(f)(x, w), transform(want)(x, w))

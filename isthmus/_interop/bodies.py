@@ -7,6 +7,7 @@ jaxpr into programs of ours, whatever their configuration is.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +25,8 @@ from isthmus._device.private import are_plain
 from isthmus._dynamo import crossing
 from isthmus._graph.layout import contiguous_strides
 from isthmus._ops.registry import lowering
-from isthmus._runtime.compiler import scoped_x64
+from isthmus._runtime import compiler
+from isthmus._runtime.compiler import chosen_x64
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
 from isthmus.errors import IsthmusError
 
@@ -45,7 +47,8 @@ class Body:
         leaves, self.spec = jax.tree.flatten(found)
         self.results: list[Kind] = [(tuple(leaf.shape), to_torch_dtype(leaf.dtype)) for leaf in leaves]
         self.run: Callable[..., list[Any]] = jaxpr_as_fun(self.jaxpr)
-        self.jitted: Callable[..., list[Any]] = jax.jit(self.run)
+        self.examples = examples
+        self.batched: dict[Any, Body] = {}
         self.number = next(_numbers)
         _bodies[self.number] = self
 
@@ -65,8 +68,12 @@ class Body:
         whole, results = self.run, self.results
         self.run = lambda *arrays: [value for n, value in enumerate(whole(*arrays)) if n in left]
         self.results = [results[n] for n in left]
-        self.jitted = jax.jit(self.run)
         return sources
+
+    @functools.cached_property
+    def program(self) -> Callable[..., Any]:
+        """The function compiled, for arrays of other devices than ours."""
+        return compiler.compile(lambda *arrays: tuple(self.run(*arrays)), self.examples)
 
     @property
     def is_lasting(self) -> bool:
@@ -76,7 +83,7 @@ class Body:
 
 def precision_of(arrays: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
     """Return the context in which 64-bit arrays stay what they are; without any, the user's configuration rules."""
-    return scoped_x64() if any(_is_wide(a.dtype) for a in arrays) else contextlib.nullcontext()
+    return jax.enable_x64(chosen_x64() or any(_is_wide(a.dtype) for a in arrays))
 
 
 def _is_wide(dtype: Any) -> bool:
@@ -112,7 +119,7 @@ def _elsewhere(inputs: list[Tensor], body: int) -> list[Tensor]:
     found = body_of(body)
     arrays = [crossing.arrive(t.contiguous()) for t in inputs]
     device = next((t.device for t in inputs if t.dim()), inputs[0].device)
-    results = [r.block_until_ready() for r in found.jitted(*arrays)]
+    results = [r.block_until_ready() for r in found.program(*arrays)]
     return [crossing.depart(r, r.shape, contiguous_strides(r.shape), device).clone() for r in results]
 
 
@@ -130,6 +137,17 @@ def call(body: Body, tensors: list[Tensor]) -> list[Tensor]:
         _in_graphs[body.number] = body
     # The way through torch's dispatcher takes as long as the call itself.
     return (kernel_for(_op) if are_plain(tensors) else _op)(tensors, body.number)
+
+
+@torch.library.register_vmap("isthmus::jax", lib=_library)
+def _batched(info: Any, in_dims: Any, inputs: list[Tensor], body: int) -> tuple[list[Tensor], list[int]]:
+    """Run a body on batches, as ``jax.vmap`` does."""
+    found = body_of(body)
+    key = (tuple(in_dims[0]), kinds_of(inputs))
+    if key not in found.batched:
+        found.batched[key] = Body(jax.vmap(found.run, in_axes=key[0]), key[1])
+    results = call(found.batched[key], inputs)
+    return results, [0] * len(results)
 
 
 @lowering(_op)

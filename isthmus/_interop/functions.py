@@ -28,22 +28,33 @@ def jax_function(function: Function) -> Function:
     Arrays may be passed as well; other arguments are compiled in. Gradients go through ``jax.vjp``, so
     ``jax.custom_vjp`` and Pallas kernels with one are respected; gradients of gradients work too.
     """
-    borders: dict[Any, Border] = {}
+    calls = Calls(function)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        leaves, spec = jax.tree.flatten((args, kwargs))
-        places = tuple([_place(leaf) for leaf in leaves])
-        border = borders.get((spec, places))
-        if border is None:
-            if len(borders) >= _LIMIT:
-                borders.clear()
-            border = borders[(spec, places)] = Border(_opened(function, spec, places))
-        tensors = [
-            _tensor(leaf) for leaf, place in zip(leaves, places, strict=True) if type(place) is not Fixed
-        ]
+        border, tensors = calls.of(args, kwargs)
         return border(tensors)
 
     return functools.wraps(function)(nonstrict_trace(call))
+
+
+class Calls:
+    """The calls of one function: for each structure and set of fixed arguments, a function of the arrays alone."""
+
+    def __init__(self, function: Function) -> None:
+        self.function = function
+        self.borders: dict[Any, Border] = {}
+
+    def of(self, args: Any, kwargs: Any) -> tuple[Border, list[Tensor]]:
+        """Return the function of the arrays alone, and the arrays, as tensors."""
+        leaves, spec = jax.tree.flatten((args, kwargs))
+        places = tuple([_place(leaf) for leaf in leaves])
+        border = self.borders.get((spec, places))
+        if border is None:
+            if len(self.borders) >= _LIMIT:
+                self.borders.clear()
+            border = self.borders[(spec, places)] = Border(_opened(self.function, spec, places))
+        pairs = zip(leaves, places, strict=True)
+        return border, [_tensor(leaf) for leaf, place in pairs if type(place) is not Fixed]
 
 
 class Fixed:
@@ -110,7 +121,7 @@ class Border:
         """Return what the function returns, with tensors for arrays."""
         if torch.is_grad_enabled() and any([t.requires_grad for t in tensors]):
             saving = self.saving(tuple([n for n, t in enumerate(tensors) if t.requires_grad]), tensors)
-            return jax.tree.unflatten(saving.spec, _Call.apply(self, saving, *tensors))
+            return jax.tree.unflatten(saving.spec, _Call.apply(self, saving, *tensors)[: saving.count])
         if not trace_state_clean():  # JAX itself differentiates what it traces
             return from_jax(self.function(*[to_jax(t) for t in tensors]))
         if not tensors:  # torch knows by a tensor where an op runs
@@ -206,23 +217,27 @@ class Saving:
 
 
 class _Call(torch.autograd.Function):
-    """One call; tensors in, a tuple of tensors out."""
+    """One call: tensors in, the results out, and with them what their gradient needs."""
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx: Any, border: Border, saving: Saving, *tensors: Tensor) -> Any:
-        found = bodies.call(saving.body, list(tensors))
-        ctx.border, ctx.saving, ctx.count = border, saving, len(tensors)
-        pool = [*tensors, *found]
-        ctx.save_for_backward(*tensors, *[pool[at] for at in saving.sources])
-        results = found[: saving.count]
-        ctx.mark_non_differentiable(*[t for t, v in zip(results, saving.varies, strict=True) if not v])
-        return tuple(results)
+    def forward(border: Border, saving: Saving, *tensors: Tensor) -> Any:
+        return tuple(bodies.call(saving.body, list(tensors)))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.border, ctx.saving, *tensors = inputs
+        pool, ctx.count = [*tensors, *output], len(tensors)
+        ctx.save_for_backward(*tensors, *[pool[at] for at in ctx.saving.sources])
+        varies = [*ctx.saving.varies, *[False] * len(output)]
+        ctx.mark_non_differentiable(*[t for t, v in zip(output, varies, strict=False) if not v])
 
     @staticmethod
     def backward(ctx: Any, *given: Tensor) -> Any:  # type: ignore[override]
         saving = ctx.saving
         tensors, kept = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
-        varying = [g for g, varies in zip(given, saving.varies, strict=True) if varies]
+        varying = [g for g, varies in zip(given, saving.varies, strict=False) if varies]
         if torch.is_grad_enabled():
             pulled = ctx.border.gradient(saving.wanted, ctx.count)([*tensors, *varying])
         else:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +19,30 @@ Function = Callable[..., Any]
 _lock = threading.RLock()
 
 
-def scoped_x64() -> Any:
-    """Return the context in which int64 and float64 are real, for this thread and no longer."""
-    return jax.enable_x64(True)
+class _Scope(threading.local):
+    """What the user chose for 64-bit types on this thread, while they are on for our sake."""
+
+    chosen: bool | None = None
+
+
+_scope = _Scope()
+
+
+@contextlib.contextmanager
+def scoped_x64() -> Iterator[None]:
+    """Make int64 and float64 real, for this thread and no longer."""
+    before = _scope.chosen
+    _scope.chosen = chosen_x64()
+    try:
+        with jax.enable_x64(True):
+            yield
+    finally:
+        _scope.chosen = before
+
+
+def chosen_x64() -> bool:
+    """Return whether the user has 64-bit types on, on this thread."""
+    return has_x64() if _scope.chosen is None else _scope.chosen
 
 
 def has_x64() -> bool:
