@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from isthmus._device import checks
+from isthmus._device.buffer import buffer_of
 from isthmus._device.transfer import array_of
 
 
@@ -17,4 +19,14 @@ def assert_async(
     checks.demand(array_of(self), RuntimeError, assert_msg)
 
 
-KERNELS = {"_assert_async": assert_async, "_assert_async.msg": assert_async}
+def linalg_check_errors(info: Tensor, api_name: str, *, is_matrix: bool) -> None:
+    """Raise if LAPACK's word on any matrix is not success; while JAX traces, what it computed is the answer."""
+    if not buffer_of(info).signature.traced:
+        torch.ops.aten._linalg_check_errors(info.cpu(), api_name, is_matrix=is_matrix)
+
+
+KERNELS = {
+    "_assert_async": assert_async,
+    "_assert_async.msg": assert_async,
+    "_linalg_check_errors": linalg_check_errors,
+}

@@ -10,7 +10,7 @@ import jax
 import torch
 from torch import Tensor
 
-from isthmus._device import checks, decompose, fallback, inference, writes
+from isthmus._device import checks, decompose, derivatives, fallback, inference, writes
 from isthmus._device.buffer import Buffer, Signature, maker
 from isthmus._device.module import check_device
 from isthmus._device.mutation import Mutation
@@ -105,7 +105,8 @@ class Builder:
     def __init__(
         self, kernel: Kernel, tier: Tier, inputs: list[Any], values: Values, found: Any, traced: bool
     ) -> None:
-        self.kernel, self.tier, self.traced = kernel, tier, traced
+        self.kernel, self.traced = kernel, traced
+        self.tier = derivatives.differentiable(kernel.functional, tier) if traced else tier
         self.op, self.schema = kernel.op, kernel.schema
         self.random = kernel.random
         self.slots = _slots(kernel, values)

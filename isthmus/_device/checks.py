@@ -8,6 +8,7 @@ from typing import Any
 
 from isthmus import config
 from isthmus._runtime.compiler import platform
+from isthmus._runtime.private import is_traced
 
 _lock = threading.Lock()
 Condition = tuple[Any, type[Exception], str]
@@ -64,5 +65,6 @@ def raise_pending() -> None:
 
 def _raise_first(found: list[Condition]) -> None:
     for flag, error, message in found:
-        if not bool(flag):
+        # While JAX traces nothing can be raised: what a wrong call computes is left to the program.
+        if not is_traced([flag]) and not bool(flag):
             raise error(message)

@@ -12,6 +12,8 @@ from torch._ops import OpOverload
 # The Meta kernels of view ops build a tensor on the storage they are given, whatever its device.
 META = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
+_UNDEFINED = torch._C.DispatchKey.Undefined
+_AUTOCASTS = [key for name, key in torch._C.DispatchKey.__members__.items() if name.startswith("Autocast")]
 _frames = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
 empty_tensor = torch._C._acc.create_empty_tensor
 
@@ -58,6 +60,14 @@ def in_backward() -> bool:
 def below_autograd() -> Any:
     """Return a guard under which a call goes straight to the backend."""
     return torch._C._AutoDispatchBelowAutograd()
+
+
+def above_autograd() -> Any:
+    """Return a guard under which a call made by a kernel is recorded by autograd, as one from outside would be."""
+    excluded, kept = torch._C._dispatch_tls_local_exclude_set(), torch._C.DispatchKeySet(_UNDEFINED)
+    for key in _AUTOCASTS:
+        kept = kept.add(key) if excluded.has(key) else kept
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), kept)
 
 
 def without_autocast() -> Any:

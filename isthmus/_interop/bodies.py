@@ -139,7 +139,6 @@ def call(body: Body, tensors: list[Tensor]) -> list[Tensor]:
     return (kernel_for(_op) if are_plain(tensors) else _op)(tensors, body.number)
 
 
-@torch.library.register_vmap("isthmus::jax", lib=_library)
 def _batched(info: Any, in_dims: Any, inputs: list[Tensor], body: int) -> tuple[list[Tensor], list[int]]:
     """Run a body on batches, as ``jax.vmap`` does."""
     found = body_of(body)
@@ -148,6 +147,9 @@ def _batched(info: Any, in_dims: Any, inputs: list[Tensor], body: int) -> tuple[
         found.batched[key] = Body(jax.vmap(found.run, in_axes=key[0]), key[1])
     results = call(found.batched[key], inputs)
     return results, [0] * len(results)
+
+
+torch.library.register_vmap("isthmus::jax", _batched, lib=_library)
 
 
 @lowering(_op)

@@ -16,6 +16,7 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from isthmus._runtime.compiler import abstract, scoped_x64
+from isthmus._runtime.private import prunes, without_dead_code
 
 Array = Any
 Function = Callable[..., Any]
@@ -40,7 +41,8 @@ def _bind(function: Function, arrays: Sequence[Array]) -> list[Array]:
         traced = jax.make_jaxpr(function)(*[abstract(array) for array in arrays])
     # Arrays that the function holds may be tracers: they become arguments.
     inner = traced.jaxpr.replace(constvars=(), invars=[*traced.jaxpr.constvars, *traced.jaxpr.invars])
-    return _wide.bind(*traced.consts, *arrays, jaxpr=ClosedJaxpr(inner, ()))
+    # Tangents of integers, which nothing needs, have a dtype that no compiler knows.
+    return _wide.bind(*traced.consts, *arrays, jaxpr=ClosedJaxpr(without_dead_code(inner), ()))
 
 
 def _run(*arrays: Array, jaxpr: ClosedJaxpr) -> list[Array]:
@@ -148,3 +150,4 @@ mlir.register_lowering(_wide, _lower)
 batching.primitive_batchers[_wide] = _batch
 ad.primitive_jvps[_wide] = _jvp
 ad.primitive_transposes[_wide] = _transpose
+prunes(_wide)

@@ -19,11 +19,11 @@ from isthmus._device.views import attach_to
 from isthmus._graph.nodes import Node
 from isthmus._lazy import programs
 from isthmus._lazy.guards import Guard
-from isthmus._runtime.lines import user_line
 from isthmus._lazy.roots import Roots
 from isthmus._lazy.trace import trace
 from isthmus._lazy.watch import ApiWatch, OpWatch
 from isthmus._runtime import counters
+from isthmus._runtime.lines import user_line
 from isthmus.errors import JitError
 
 _UNLIMITED = 2**62

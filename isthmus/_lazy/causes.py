@@ -7,8 +7,8 @@ from types import FrameType
 
 from isthmus._graph.graph import Graph
 from isthmus._lazy import storms
-from isthmus._runtime.lines import OWNERS, RECORDER, owner
 from isthmus._runtime import counters
+from isthmus._runtime.lines import OWNERS, RECORDER, owner
 
 # By file and function. A function calls others that are here as well: the one nearest to the user's code says why.
 _WORDS = {

@@ -23,11 +23,11 @@ from isthmus._graph import structure
 from isthmus._graph.layout import Spec, contiguous_strides, storage_shape
 from isthmus._graph.nodes import TABLE, Call, Input, Node, Type, call_of, node
 from isthmus._graph.schema import PLACEMENT
-from isthmus._runtime.lines import user_line
 from isthmus._lazy.trace import trace
 from isthmus._ops.checks import collecting
 from isthmus._runtime import compiler
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
+from isthmus._runtime.lines import user_line
 
 Values = tuple[Any, ...]
 _LIMIT = 4096

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 from jax._src.core import trace_state_clean as trace_state_clean  # false while JAX traces on this thread
+from jax._src.interpreters import partial_eval
 
 
 def fast_call(compiled: jax.stages.Compiled) -> Callable[..., Any]:
@@ -20,6 +21,29 @@ def fast_call(compiled: jax.stages.Compiled) -> Callable[..., Any]:
 def is_traced(values: Sequence[Any]) -> bool:
     """Return whether any of ``values`` is a JAX tracer."""
     return any(isinstance(value, jax.core.Tracer) for value in values)
+
+
+def without_dead_code(jaxpr: Any) -> Any:
+    """Return a jaxpr without the equations that no result needs, and with all its arguments."""
+    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+
+
+def prunes(primitive: Any) -> None:
+    """Let JAX drop results of a primitive that nothing needs; its one parameter is the jaxpr it computes."""
+
+    def prune(used: list[bool], equation: Any) -> Any:
+        if not any(used):
+            return [False] * len(equation.invars), None
+        whole = equation.params["jaxpr"]
+        jaxpr, needed = partial_eval.dce_jaxpr(whole.jaxpr, used)
+        left = equation.replace(
+            invars=[v for v, need in zip(equation.invars, needed, strict=True) if need],
+            outvars=[v for v, need in zip(equation.outvars, used, strict=True) if need],
+            params={"jaxpr": whole.replace(jaxpr=jaxpr)},
+        )
+        return needed, left
+
+    partial_eval.dce_rules[primitive] = prune
 
 
 def is_tracing() -> bool:
