@@ -1,4 +1,4 @@
-"""The command ``isthmus``: is the installation healthy, where is an op lowered, what is covered."""
+"""The command ``isthmus``: is the installation healthy, what is covered, models written and run as programs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import difflib
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from isthmus.coverage import Answer
@@ -32,7 +32,50 @@ def _parser() -> argparse.ArgumentParser:
         "family", nargs="?", metavar="FAMILY", help="list one family, or 'cpu': what nothing lowers"
     )
     ops.set_defaults(run=_ops)
+    _add_export(commands)
+    _add_run(commands)
     return parser
+
+
+def _add_export(commands: Any) -> None:
+    export = commands.add_parser("export", help="write a model as a program that needs no torch")
+    export.add_argument("model", metavar="MODULE:ATTR", help="a model, or what returns one when it is called")
+    export.add_argument(
+        "--args",
+        nargs="+",
+        default=[],
+        metavar="ARG",
+        help="example inputs: f32[2,8], i64[batch=2,length=8..64] with dynamic sizes by name, or x.npy; "
+        "NAME=ARG passes one by name",
+    )
+    export.add_argument("-o", "--output", required=True, metavar="PATH", help="a folder, or a file.isthmus")
+    export.add_argument("--platforms", default="", metavar="LIST", help="such as cpu,cuda,tpu")
+    export.add_argument("--precompile", action="store_true", help="add an executable for this device")
+    export.set_defaults(run=_export)
+
+
+def _add_run(commands: Any) -> None:
+    run = commands.add_parser("run", help="run an exported program on arrays")
+    run.add_argument("path", metavar="PATH", help="what `isthmus export` wrote")
+    run.add_argument(
+        "--input", action="append", default=[], metavar="FILE", help="x.npy in order, or NAME=x.npy"
+    )
+    run.add_argument("-o", "--output", metavar="FILE", help="write the results to a file.npz")
+    run.set_defaults(run=_run)
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from isthmus._export import command
+
+    return command.export(
+        arguments.model, arguments.args, arguments.output, arguments.platforms, arguments.precompile
+    )
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from isthmus._export import command
+
+    return command.run(arguments.path, arguments.input, arguments.output)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -214,3 +216,85 @@ def test_metrics_count_compilations_and_falls() -> None:
     assert "aten._add_relu.Tensor  1  (" in metrics.report()
     metrics.clear()
     assert metrics.fallbacks() == {}
+
+
+MODEL = """
+import torch
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(9, 4)
+    def forward(self, ids, scale=None):
+        rows = self.embed(ids)
+        return {"rows": rows * scale, "count": ids.sum()}
+made = Model()
+number = lambda: 3
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "isthmus_cli_model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "isthmus_cli_model", raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize("attr", ["Model", "made"])
+def test_export_and_run(attr: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["export", f"isthmus_cli_model:{attr}", "--args", "i64[batch=2,length=3..8]", "scale=f32[1]"]
+    assert main([*command, "-o", "out", "--platforms", "cpu,tpu"]) == 0
+    assert "wrote out for cpu, tpu: ids int64[batch, length], scale float32[1]" in capsys.readouterr().out
+    np.save(model / "ids.npy", np.array([[1, 8]]))
+    np.save(model / "scale.npy", np.array([2.0], np.float32))
+    inputs = ["--input", "ids.npy", "--input", "scale=scale.npy"]
+    assert main(["run", "out", *inputs, "-o", "found.npz"]) == 0
+    assert "rows: float32[1, 2, 4]" in capsys.readouterr().out
+    found = np.load(model / "found.npz")
+    weight = isthmus.load("out").embed.weight.cpu().numpy()
+    np.testing.assert_allclose(found["rows"], 2 * weight[[[1, 8]]])
+    assert found["count"] == 9
+    assert main(["run", "out", *inputs]) == 0
+    assert "count: int64[]\n9" in capsys.readouterr().out
+
+
+def test_export_takes_an_example_from_a_file(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.save(model / "ids.npy", np.array([1, 8]))
+    command = ["export", "isthmus_cli_model:made", "--args", "ids.npy", "scale=f32[]", "-o", "one.isthmus"]
+    assert main([*command, "--precompile"]) == 0
+    assert "ids int64[2], scale float32[]" in capsys.readouterr().out
+    assert (model / "one.isthmus").is_file()
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["export", "isthmus_cli_model"], "is no MODULE:ATTR"),
+        (["export", "isthmus_cli_model:none"], "isthmus_cli_model:none was not found"),
+        (["export", "no_such_module:x"], "no_such_module:x was not found"),
+        (["export", "isthmus_cli_model:number"], "gives int, which is no torch.nn.Module"),
+        (["export", "isthmus_cli_model:made", "--args", "f33[2]"], "'f33[2]' is no input"),
+        (["export", "isthmus_cli_model:made", "--args", "f32[a]"], "'a' in 'f32[a]' is no size"),
+        (["export", "isthmus_cli_model:made", "--args", "no.npy"], "no.npy cannot be read as an array"),
+        (["export", "isthmus_cli_model:made", "--args", "i64[2]"], "torch.export refused the model"),
+        (["run", "nothing"], "there is no nothing"),
+        (["run", "."], "is no program that isthmus.export wrote"),
+    ],
+)
+def test_export_and_run_say_what_is_wrong(
+    command: list[str], words: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, *(["-o", "out"] if command[0] == "export" else [])]) == 1
+    said = capsys.readouterr()
+    assert words in said.err
+    assert not said.out
+
+
+def test_run_says_what_is_wrong_with_the_inputs(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "isthmus_cli_model:made", "--args", "i64[2]", "f32[1]", "-o", "out"]) == 0
+    np.save(model / "ids.npy", np.array([1.0, 8.0]))
+    capsys.readouterr()
+    assert main(["run", "out", "--input", "ids.npy"]) == 1
+    assert "the program takes ['ids', 'scale']; it got 1 unnamed" in capsys.readouterr().err
+    assert main(["run", "out", "--input", "ids.npy", "--input", "scale=ids.npy"]) == 1
+    assert "input ['ids'] must be int64[2]" in capsys.readouterr().err

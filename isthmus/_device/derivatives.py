@@ -7,7 +7,8 @@ formula: as it is linear in the gradient it is given, JAX transposes it for forw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from isthmus._device.plan import flatten
 from isthmus._device.private import above_autograd
 from isthmus._graph.names import aten
 from isthmus._graph.schema import schema_of
-from isthmus._ops.common import Number
+from isthmus._ops.common import Number, linear
 from isthmus._runtime.dtypes import to_torch_dtype
 
 Array = Any
@@ -31,12 +32,15 @@ BY_TORCH = {
     # JAX splits the gradient where two sides meet, or gives it to one of them.
     aten.abs.default, aten.clamp.default, aten.clamp.Tensor, aten.clamp_max.default, aten.clamp_max.Tensor,
     aten.clamp_min.default, aten.clamp_min.Tensor, aten.hardsigmoid.default, aten.hardswish.default,
-    aten.hardtanh.default, aten.relu.default, aten.relu6.default,
-    aten.div.Tensor_mode, aten.div.Scalar_mode,
+    aten.hardtanh.default, aten.relu.default, aten.relu6.default, aten.div.Tensor_mode, aten.div.Scalar_mode,
+    aten.copysign.Tensor, aten.copysign.Scalar, aten.fmax.default, aten.fmin.default,
+    aten.log_sigmoid_forward.default,
     # At zero, one or infinity JAX finds nan, torch a limit or zero.
-    aten._cdist_forward.default,
-    aten.binary_cross_entropy.default, aten.digamma.default, aten.lgamma.default, aten.linalg_vector_norm.default,
-    aten.logit.default, aten.polygamma.default, aten.special_ndtri.default,
+    aten._cdist_forward.default, aten._linalg_det.default, aten._safe_softmax.default, aten.atan2.default,
+    aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default, aten.digamma.default,
+    aten.hypot.default, aten.lgamma.default, aten.linalg_lu.default, aten.linalg_vector_norm.default,
+    aten.logit.default, aten.polygamma.default, aten.pow.Scalar, aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor,
+    aten.special_entr.default, aten.special_ndtri.default, aten.std.correction, aten.std_mean.correction,
     # A symmetric matrix has its gradient in one triangle, or in both.
     aten.cholesky.default, aten.linalg_cholesky_ex.default, aten._linalg_eigh.default, aten.linalg_eig.default,
     # Indices inside: what they are does not change with the values, which JAX does not know.
@@ -51,6 +55,8 @@ BY_TORCH = {
 # Formulas that JAX cannot transpose: forward mode is refused.
 REVERSE_ONLY = {
     aten._pdist_forward.default, aten.index_reduce.default, aten.scatter_reduce.two, aten.segment_reduce.default,
+    aten.special_xlog1py.default, aten.special_xlog1py.other_scalar, aten.special_xlog1py.self_scalar,
+    aten.xlogy.Scalar_Other, aten.xlogy.Scalar_Self, aten.xlogy.Tensor,
 }  # fmt: skip
 # What torch computes only where autograd is going to need it.
 _NEEDED = {aten._linalg_eigh.default: {"compute_v": True}}
@@ -128,7 +134,7 @@ class Call:
         wanted = [tensors[n].requires_grad_() for n in varying]
         arguments = self._arguments(tensors, _for_torch) | _NEEDED.get(self.op, {})
         args, kwargs = schema_of(self.op).split(schema_of(self.op).ordered((), arguments))
-        with above_autograd(), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+        with _recording(), linear():
             results = flatten(self.op(*args, **kwargs))
             pairs = [
                 (results[n], wrap(g)) for n, g in zip(outs, given, strict=True) if results[n].requires_grad
@@ -141,6 +147,13 @@ class Call:
             jnp.zeros_like(primals[n]) if g is None else to_arrays(g)
             for n, g in zip(varying, found, strict=True)
         ]
+
+
+@contextlib.contextmanager
+def _recording() -> Iterator[None]:
+    """Let autograd record what a kernel calls, on this thread."""
+    with above_autograd(), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+        yield
 
 
 def _still(result: Array | None) -> Any:

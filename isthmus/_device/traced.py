@@ -9,17 +9,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from isthmus._device.private import below_autograd, in_traced_backward
+from isthmus._device.buffer import buffer_of
+from isthmus._device.private import below_autograd, in_backward, in_traced_backward
 
 
 def allclose(
     self: Tensor, other: Tensor, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False
 ) -> bool:
     """Return whether all elements are close; while backward is traced, that the formula's condition holds."""
-    if in_traced_backward(self, other):
+    if in_traced_backward(self, other) or (in_backward() and _is_traced(self)):
         return True
     with below_autograd():
         return torch.ops.aten.allclose.default(self, other, rtol, atol, equal_nan)
+
+
+def _is_traced(tensor: Tensor) -> bool:
+    return tensor.device.type == "jax" and buffer_of(tensor).signature.traced
 
 
 AUTOGRAD_KERNELS = {"allclose": allclose}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,9 +74,26 @@ def cast(operand: Any, dtype: Any) -> Array:
     return array.astype(dtype)
 
 
+class _Linear(threading.local):
+    wanted = False
+
+
+_linear = _Linear()
+
+
+@contextlib.contextmanager
+def linear() -> Iterator[None]:
+    """Let lowerings of linear ops be linear to JAX's eyes, at the price of a rounding, to be transposed."""
+    before, _linear.wanted = _linear.wanted, True
+    try:
+        yield
+    finally:
+        _linear.wanted = before
+
+
 def divide(a: Array, b: Array) -> Array:
     """Divide, rounding once: by a number XLA would multiply by its reciprocal, and 287 / 41 be less than 7."""
-    if not b.ndim and jnp.issubdtype(a.dtype, jnp.floating):
+    if not b.ndim and jnp.issubdtype(a.dtype, jnp.floating) and not _linear.wanted:
         b = jnp.where(jnp.isnan(a), jnp.ones_like(b), b)
     return jnp.true_divide(a, b)
 

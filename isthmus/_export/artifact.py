@@ -1,0 +1,138 @@
+"""What is written: a folder, or one file, of StableHLO bytecode, weights, a signature, and a loader."""
+
+from __future__ import annotations
+
+import json
+import sys
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import torch
+from jax import export
+
+from isthmus._device.hosts import cpu_from_array
+from isthmus._export import executables, loader, trees
+from isthmus._export.trace import Traced
+from isthmus._interop.arrays import to_jax
+from isthmus._runtime.dtypes import to_torch_dtype
+from isthmus.errors import ExportError
+
+if TYPE_CHECKING:
+    from isthmus._export.module import ProgramModule
+
+FORMAT = 1
+SUFFIX = ".isthmus"
+"""A path that ends so is one file; any other is a folder."""
+_KNOWN = {
+    *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
+    *("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"),
+}
+
+
+@dataclass
+class Artifact:
+    """An exported model: run it with ``module()``, write it with ``save(path)``."""
+
+    exported: export.Exported
+    weights: dict[str, jax.Array]
+    spec: dict[str, Any]
+    executables: dict[str, bytes] = field(default_factory=dict)
+
+    @property
+    def stablehlo(self) -> str:
+        """The program as text, for other compilers."""
+        return str(self.exported.mlir_module())
+
+    def module(self) -> ProgramModule:
+        """Return the program as a torch module on "jax"."""
+        from isthmus._export.module import ProgramModule
+
+        return ProgramModule(self.program())
+
+    def program(self) -> loader.Program:
+        """Return the program as a function of arrays."""
+        return loader.Program(self.spec, self.exported.mlir_module_serialized, self.weights)
+
+    def precompile(self, *args: Any, **kwargs: Any) -> None:
+        """Add an executable for this device and inputs like these; it is used where it fits, if it is trusted."""
+        program = self.program()
+        inputs = program.accept(to_jax(args), to_jax(kwargs))
+        about, content = executables.compiled(program, inputs)
+        known = [each for each in self.spec["executables"] if each != about]
+        self.spec["executables"] = [*known, about]
+        self.executables[about["file"]] = content
+
+    def save(self, path: str | Path) -> None:
+        """Write a folder, or one file if the path ends in ``.isthmus``; what is there already is replaced."""
+        path = Path(path)
+        files = self._files()
+        if path.suffix == SUFFIX:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with zipfile.ZipFile(path, "w") as archive:
+                for name, content in files.items():
+                    archive.writestr(zipfile.ZipInfo(name), content)
+            return
+        if path.is_file():
+            raise ExportError(
+                f"isthmus.export: {path} is a file; name a folder, or a file that ends in {SUFFIX}"
+            )
+        for name, content in files.items():
+            path.mkdir(parents=True, exist_ok=True)
+            (path / name).write_bytes(content)
+
+    def _files(self) -> dict[str, bytes]:
+        extra = {"precompiled.py": Path(executables.__file__).read_bytes()} if self.executables else {}
+        return {
+            **self.executables,
+            **extra,
+            "program.json": json.dumps(self.spec, indent=1).encode(),
+            "program.mlirbc": bytes(self.exported.mlir_module_serialized),
+            "weights.safetensors": _stored(self.weights),
+            "run.py": Path(loader.__file__).read_bytes(),
+        }
+
+
+def artifact(traced: Traced, name: str) -> Artifact:
+    """Return what was traced with its signature and where it comes from."""
+    exported = traced.exported
+    args, _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
+    spec = {
+        "format": FORMAT,
+        "name": name,
+        "isthmus": sys.modules["isthmus"].__version__,
+        "torch": torch.__version__,
+        "jax": jax.__version__,
+        "convention": exported.calling_convention_version,
+        "platforms": list(exported.platforms),
+        "constraints": traced.constraints,
+        "inputs": {key: trees.describe(args[1][key], trees.array) for key in traced.inputs},
+        "fixed": traced.fixed,
+        "results": traced.results,
+        "conditions": traced.conditions,
+        "weights": {key: trees.array(value) for key, value in args[0].items()},
+        "kinds": traced.kinds,
+        "tied": traced.tied,
+        "executables": [],
+    }
+    # Arrays do not change, so that what the model learns from now on is not the program's.
+    return Artifact(exported, to_jax(traced.weights), spec)
+
+
+def _stored(weights: Mapping[str, jax.Array]) -> bytes:
+    try:
+        from safetensors.torch import save
+    except ImportError as error:
+        raise ExportError(
+            "isthmus.export: weights are written with safetensors: pip install safetensors"
+        ) from error
+    return save({name: _tensor(array) for name, array in weights.items()})
+
+
+def _tensor(array: jax.Array) -> torch.Tensor:
+    """Return what safetensors takes; a dtype it does not know is written as bytes, and the signature names it."""
+    found = cpu_from_array(array, to_torch_dtype(array.dtype))
+    return found if array.dtype.name in _KNOWN else found.reshape(-1).view(torch.uint8)

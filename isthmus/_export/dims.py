@@ -1,0 +1,143 @@
+"""Dynamic dims: torch's symbols as dimensions of JAX's shape polymorphism, under the names the user gave them."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import torch
+from jax import export
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from isthmus._dynamo.layout import Symbols
+from isthmus.errors import ExportError
+
+Dimension = Any
+_FUNCTIONS: dict[str, Any] = {
+    "Add": lambda *parts: functools.reduce(operator.add, parts),
+    "Mul": lambda *parts: functools.reduce(operator.mul, parts),
+    "Pow": operator.pow,
+    "FloorDiv": operator.floordiv,
+    "CleanDiv": operator.floordiv,
+    "Mod": operator.mod,
+    "PythonMod": operator.mod,
+    "Max": lambda *parts: functools.reduce(jax.core.max_dim, parts),
+    "Min": lambda *parts: functools.reduce(jax.core.min_dim, parts),
+}
+_KIND = type(export.symbolic_shape("n")[0])
+
+
+def is_dimension(value: Any) -> bool:
+    """Return whether a size is known only when the program runs."""
+    return isinstance(value, _KIND)
+
+
+class Dims(Symbols):
+    """The sizes of a graph's symbols: dimensions of JAX."""
+
+    def __init__(self, names: Mapping[Any, str], ranges: Mapping[Any, Any]) -> None:
+        self.constraints = [
+            line for symbol, name in names.items() for line in _bounds(name, ranges.get(symbol))
+        ]
+        scope = export.SymbolicScope(self.constraints)
+        self.values: dict[Any, Dimension] = {
+            symbol: export.symbolic_shape(name, scope=scope)[0] for symbol, name in names.items()
+        }
+
+    def __call__(self, size: Any) -> Any:
+        """Return a size as a number or a dimension."""
+        return self.evaluate(size.node.expr) if isinstance(size, torch.SymInt) else int(size)
+
+    def evaluate(self, expression: Any) -> Any:
+        """Return what an expression of torch's symbols is."""
+        if expression in self.values:
+            return self.values[expression]
+        if expression.is_Integer:
+            return int(expression)
+        function = _FUNCTIONS.get(type(expression).__name__)
+        if function is None:
+            raise ExportError(f"the size {expression} is not known before the program runs")
+        return function(*[self.evaluate(part) for part in expression.args])
+
+    def names_in(self, node: Node) -> list[str]:
+        """Return the dynamic dims in the sizes of a node and of its arguments."""
+        values = [each.meta.get("val") for each in (*node.all_input_nodes, node)]
+        found = [str(self.values.get(symbol, symbol)) for value in values for symbol in _symbols(value)]
+        return list(dict.fromkeys(found))
+
+
+def _bounds(name: str, bounds: Any) -> Iterator[str]:
+    """Yield what JAX is told of a size; it takes every size to be at least one."""
+    if bounds is None:
+        return
+    if bounds.lower > 1:
+        yield f"{name} >= {int(bounds.lower)}"
+    if bounds.upper.is_Integer:
+        yield f"{name} <= {int(bounds.upper)}"
+
+
+def _symbols(value: Any) -> Iterator[Any]:
+    if isinstance(value, torch.Tensor):
+        value = list(value.shape)
+    if isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _symbols(part)
+    elif isinstance(value, torch.SymInt):
+        yield from sorted(value.node.expr.free_symbols, key=str)
+
+
+def as_dims(dynamic_shapes: Any) -> Any:
+    """Return torch's ``dynamic_shapes`` with a ``Dim`` for each name in it."""
+    made: dict[str, Any] = {}
+
+    def dim(value: Any) -> Any:
+        return made.setdefault(value, torch.export.Dim(value)) if isinstance(value, str) else value
+
+    return pytree.tree_map(dim, dynamic_shapes)
+
+
+def find(inputs: Mapping[str, Any], dynamic_shapes: Any, ranges: Mapping[Any, Any]) -> Dims:
+    """Return the dynamic dims of the inputs, given as containers of placeholders by name."""
+    chosen: dict[Any, str] = {}
+    if isinstance(dynamic_shapes, Mapping):
+        pairs = [(tree, dynamic_shapes.get(name)) for name, tree in inputs.items()]
+    else:
+        pairs = list(zip(inputs.values(), dynamic_shapes or (), strict=False))
+    for tree, shapes in pairs:
+        _choose(tree, shapes, chosen)
+    names: dict[Any, str] = {}
+    for label, node in _leaves(inputs, ""):
+        for dim, size in enumerate(node.meta["val"].shape):
+            for symbol in _symbols(size):
+                names.setdefault(symbol, chosen.get(symbol) or re.sub(r"\W+", "_", f"{label}_{dim}"))
+    return Dims(names, ranges)
+
+
+def _choose(tree: Any, shapes: Any, chosen: dict[Any, str]) -> None:
+    """Note the names that the user gave to dims."""
+    for key, part in _items(shapes):
+        if not isinstance(tree, Node):
+            _choose(tree[key], part, chosen)
+            continue
+        size = tree.meta["val"].shape[key]
+        if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol and hasattr(part, "__name__"):
+            chosen[size.node.expr] = part.__name__
+
+
+def _items(value: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(value, (list, tuple)):
+        return enumerate(value)
+    return value.items() if isinstance(value, Mapping) else ()
+
+
+def _leaves(tree: Any, label: str) -> Iterator[tuple[str, Node]]:
+    """Yield the placeholders of tensors, each with a name to call it by."""
+    if isinstance(tree, Node):
+        yield label, tree
+    for key, part in _items(tree):
+        yield from _leaves(part, f"{label}_{key}" if label else str(key))

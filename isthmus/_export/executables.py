@@ -1,0 +1,68 @@
+"""Executables beside an exported program, so that it starts without compiling. This file needs no torch either.
+
+They are pickles, which run code when they are read: attach those of somebody you trust, and no others.
+"""
+
+import json
+import pathlib
+import pickle
+import platform
+import warnings
+import zipfile
+import zlib
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+
+
+def target() -> str:
+    """Return what an executable depends on: the device, XLA's build, and the instructions a CPU has."""
+    device = jax.devices()[0]
+    build = f"{device.client.platform_version} {platform.machine()}"
+    info = pathlib.Path("/proc/cpuinfo")
+    if device.platform == "cpu" and info.exists():
+        lines = info.read_text().splitlines()
+        build += next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return f"{device.platform} ({device.device_kind}), jax {jax.__version__}, build {zlib.crc32(build.encode()):08x}"
+
+
+def compiled(program: Any, inputs: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+    """Return an executable for this device and inputs of these shapes: what it is for, and its content."""
+    with jax.enable_x64(True):
+        found = program.run.lower(program.weights, inputs).compile()
+    content = pickle.dumps(serialize_executable.serialize(found))
+    about = {
+        "target": target(),
+        "shapes": shapes(inputs),
+        "file": f"executable-{zlib.crc32(content):08x}.bin",
+    }
+    return about, content
+
+
+def shapes(inputs: Any) -> list[list[int]]:
+    """Return the shapes of a program's inputs, in JAX's order."""
+    return [list(leaf.shape) for leaf in jax.tree.leaves(inputs)]
+
+
+def attach(program: Any, path: Any) -> Any:
+    """Return a program that runs the executable of this device, where its folder or file has one."""
+    path = pathlib.Path(path)
+    read = (lambda name: (path / name).read_bytes()) if path.is_dir() else zipfile.ZipFile(path).read
+    known = json.loads(read("program.json"))["executables"]
+    fitting = [each for each in known if each["target"] == target()]
+    if not fitting:
+        have = "; ".join(each["target"] for each in known) or "none"
+        message = f"{path} has no executable for {target()}, it has {have}: the program is compiled when it is called"
+        warnings.warn(message, stacklevel=2)
+    for each in fitting:
+        found = serialize_executable.deserialize_and_load(*pickle.loads(read(each["file"])))
+        program.run = _choose(each["shapes"], found, program.run)
+    return program
+
+
+def _choose(wanted: list[list[int]], found: Any, otherwise: Any) -> Any:
+    def run(weights: Any, inputs: Any) -> Any:
+        return (found if shapes(inputs) == wanted else otherwise)(weights, inputs)
+
+    return run

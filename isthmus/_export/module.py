@@ -1,0 +1,141 @@
+"""Exported programs as torch modules: tensors of "jax" or of the CPU in, and out where they came from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from jax import export
+from torch import Tensor, nn
+
+from isthmus._device import checks
+from isthmus._export import loader, trees
+from isthmus._interop.arrays import from_jax, to_jax
+from isthmus._runtime.compiler import scoped_x64
+from isthmus.errors import ExportError
+
+_ERRORS: dict[str, type[Exception]] = {"IndexError": IndexError, "ValueError": ValueError}
+
+
+class ProgramModule(nn.Module):
+    """An exported program; its parameters and buffers have the names they had in the model.
+
+    ``program.exported`` is for ``jax.export``: a function of a dict of weights and a dict of inputs.
+    """
+
+    def __init__(self, program: loader.Program) -> None:
+        super().__init__()
+        self.program = program
+        kinds = program.spec["kinds"]
+        self._places = {
+            name: _place(self, name, from_jax(array), kinds[name]) for name, array in program.weights.items()
+        }
+        for name, owner in program.spec["tied"].items():
+            _place(self, name, getattr(*self._places[owner]), kinds[name])
+        program.weights = {}  # they are this module's now
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the program; whether the module trains or not was decided when it was exported."""
+        device = _device_of((args, kwargs))
+        weights = {name: to_jax(getattr(*place)) for name, place in self._places.items()}
+        inputs = self.program.accept(to_jax(self._tensors(args)), to_jax(self._tensors(kwargs)))
+        with scoped_x64():
+            outputs, state, held = self.program.run(weights, inputs)
+        _verify(held, self.program.spec["conditions"])
+        with torch.no_grad():
+            for name, value in state.items():
+                getattr(*self._places[name]).copy_(from_jax(value))
+        return _to(trees.ordered(self.program.spec["results"]["tuple"][0], from_jax(outputs)), device)
+
+    def _tensors(self, given: Any) -> Any:
+        """Return arguments with None for those that are no tensors, which must be what they were at the export."""
+        if isinstance(given, tuple):
+            return (
+                *self._tensors(dict(zip(self.program.inputs, given, strict=False))).values(),
+                *given[len(self.program.inputs) :],
+            )
+        fixed = self.program.spec["fixed"]
+        for name, value in given.items():
+            if name in fixed and value is not None and repr(value) != fixed[name]:
+                raise ValueError(
+                    f"{name} is {fixed[name]} in this program, which was exported so; it got {value!r}"
+                )
+        return {name: None if name in fixed else value for name, value in given.items()}
+
+
+class ExportedModule(nn.Module):
+    """A program that JAX exported, as a module without parameters."""
+
+    def __init__(self, exported: export.Exported) -> None:
+        super().__init__()
+        self.exported = exported
+        self._run = jax.jit(exported.call)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the program on tensors in the containers it was exported with."""
+        device = _device_of((args, kwargs))
+        with scoped_x64():
+            return _to(from_jax(self._run(*to_jax(args), **to_jax(kwargs))), device)
+
+
+def _place(root: nn.Module, name: str, tensor: Tensor, kind: str) -> tuple[nn.Module, str]:
+    """Put a tensor where its dotted name says, and return the module it is in and its name there."""
+    *path, last = name.split(".")
+    if name.split(".")[0] == "program":
+        raise ExportError(f'isthmus.load: the model has a {name}, and "program" is the loaded module\'s own')
+    for part in path:
+        if part not in root._modules:
+            root.add_module(part, nn.Module())
+        root = root.get_submodule(part)
+    if kind == "parameter":
+        given = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
+        root.register_parameter(last, given)
+    else:
+        root.register_buffer(last, tensor, persistent=kind == "buffer")
+    return root, last
+
+
+def _device_of(tree: Any) -> torch.device:
+    """Return the device of the first tensor; a program has no gradient, so none may be asked for."""
+    tensors = [leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_tensor) if isinstance(leaf, Tensor)]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise ExportError(
+            "an exported program has no gradients, and an input requires them\n"
+            "  to go on     call it under torch.no_grad(), or detach the input"
+        )
+    return tensors[0].device if tensors else torch.device("jax")
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _to(tree: Any, device: torch.device) -> Any:
+    """Return tensors in containers on a device; a dict keeps its order, which JAX would not."""
+    if isinstance(tree, dict):
+        return {name: _to(part, device) for name, part in tree.items()}
+    if isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields"):
+        return type(tree)(_to(part, device) for part in tree)
+    return jax.tree.map(lambda t: t.to(device) if _is_tensor(t) else t, tree, is_leaf=_is_tensor)
+
+
+class _Flag:
+    """One of a program's conditions, looked at when it is asked for."""
+
+    def __init__(self, held: Any, at: int) -> None:
+        self.held, self.at = held, at
+
+    def __bool__(self) -> bool:
+        return bool(np.asarray(self.held)[self.at])
+
+
+def _verify(held: Any, conditions: list[tuple[str, str]]) -> None:
+    """Raise for the first condition that did not hold, at the time the config says."""
+    errors = [(_ERRORS.get(name, RuntimeError), message) for name, message in conditions]
+    verify = checks.verifier(errors)
+    if verify is not None:
+        verify([_Flag(held, at) for at in range(len(errors))])

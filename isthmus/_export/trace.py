@@ -1,0 +1,256 @@
+"""From a torch model to a program: torch.export, torch's decompositions, and each node by its lowering."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import export
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx import Node
+
+from isthmus._dynamo import decompositions
+from isthmus._dynamo import higher_order as _higher_order  # noqa: F401  # importing it files the rules
+from isthmus._dynamo.evaluate import OWN, NodeFailure, is_lowered
+from isthmus._dynamo.random import is_random
+from isthmus._dynamo.tables import first_line
+from isthmus._export import dims, trees
+from isthmus._export.evaluate import Exporting
+from isthmus._ops.checks import collecting
+from isthmus._ops.registry import lowering_of
+from isthmus._ops.views import VIEWS
+from isthmus._runtime.compiler import scoped_x64
+from isthmus._runtime.dtypes import to_jax_dtype
+from isthmus.errors import ExportError
+
+_WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+_WRITES = ("BUFFER_MUTATION", "PARAMETER_MUTATION")
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A program for jax.export, the tensors it is given first, and what a signature tells of it."""
+
+    exported: export.Exported
+    inputs: list[str]
+    fixed: dict[str, str]
+    results: Any
+    weights: dict[str, Tensor]
+    tied: dict[str, str]
+    kinds: dict[str, str]
+    conditions: list[tuple[str, str]]
+    constraints: list[str]
+
+
+class _Function(nn.Module):
+    """A function as a module, since torch.export takes nothing else."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.forward = function  # type: ignore[method-assign]
+
+
+def program_of(
+    model: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, dynamic_shapes: Any
+) -> ExportedProgram:
+    """Return torch's own export of a model or a function."""
+    module = model if isinstance(model, nn.Module) else _Function(model)
+    try:
+        return torch.export.export(module, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes)
+    except Exception as error:
+        raise ExportError(f"isthmus.export: torch.export refused the model: {error}") from error
+
+
+@functools.cache
+def _table() -> dict[Any, Callable[..., Any]]:
+    """Return the decompositions of ops that nothing here lowers whole, composite ones included."""
+    found = {
+        op: function
+        for op, function in torch.export.default_decompositions().items()
+        if lowering_of(op) is None and op not in VIEWS and op not in OWN
+    }
+    return {**found, **decompositions.table()}
+
+
+def trace(program: ExportedProgram, dynamic_shapes: Any, platforms: Sequence[str] | None) -> Traced:
+    """Return an exported program of torch's as one of JAX's."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's own, of its own trees
+        functional = program.run_decompositions(_table())
+    return _Trace(functional, dynamic_shapes).export(platforms)
+
+
+class _Trace:
+    """One export: which placeholder is what, and the function that JAX traces."""
+
+    def __init__(self, program: ExportedProgram, dynamic_shapes: Any) -> None:
+        self.program = program
+        self.module = program.graph_module
+        self.signature = program.graph_signature
+        placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
+        self.specs = list(zip(placeholders, self.signature.input_specs, strict=True))
+        self.weights, self.tied, self.kinds = self._weights()
+        self.inputs = self._inputs()
+        self.fixed = self._fixed()
+        self.dims = dims.find(self.inputs, dynamic_shapes, program.range_constraints)
+        self.conditions: list[tuple[str, str]] = []
+        self.results: Any = None
+        self._refuse_writes()
+        self._refuse_random()
+
+    def export(self, platforms: Sequence[str] | None) -> Traced:
+        """Run the graph on tracers."""
+        weights = {name: _abstract(tensor, self.dims) for name, tensor in self.weights.items()}
+        inputs = jax.tree.map(lambda node: _abstract(node.meta["val"], self.dims), self.inputs)
+        jitted = jax.jit(self.compute, keep_unused=True)
+        try:
+            with scoped_x64():
+                found = export.export(jitted, platforms=platforms)(weights, inputs)
+        except NodeFailure as failure:
+            raise ExportError(self._explain(failure)) from failure.cause
+        except (NotImplementedError, ValueError) as error:
+            where = ", ".join(platforms or [])
+            raise ExportError(
+                f"isthmus.export: JAX has no program for {where or 'this platform'}: {error}"
+            ) from error
+        return Traced(
+            found,
+            list(self.inputs),
+            self.fixed,
+            self.results,
+            self.weights,
+            self.tied,
+            self.kinds,
+            self.conditions,
+            self.dims.constraints,
+        )
+
+    def compute(self, weights: dict[str, Any], inputs: dict[str, Any]) -> Any:
+        """Return the outputs, the weights that change, and whether what lowerings require held."""
+        given = dict(zip(jax.tree.leaves(self.inputs), jax.tree.leaves(inputs), strict=True))
+        arguments = [self._argument(node, spec, weights, given) for node, spec in self.specs]
+        run = Exporting(self.module, self.dims)
+        with collecting() as found:
+            results = run.run(arguments)
+        self.conditions = [(error.__name__, message) for error, message in found.errors]
+        held = jnp.stack(found.flags) if found.flags else jnp.ones(0, bool)
+        outputs, state = [], {}
+        for spec, result in zip(self.signature.output_specs, results, strict=True):
+            if spec.kind is OutputKind.USER_OUTPUT:
+                outputs.append(_output(result))
+            elif spec.kind.name in _WRITES:
+                state[self.tied.get(spec.target or "", spec.target)] = result
+        made = trees.build(self.program.call_spec.out_spec, iter(outputs)), state, held
+        self.results = trees.describe(made, trees.array)  # JAX forgets the order of a dict
+        return made
+
+    def _argument(self, node: Node, spec: Any, weights: dict[str, Any], given: dict[Node, Any]) -> Any:
+        if spec.kind in _WEIGHTS:
+            return weights[self.tied.get(spec.target, spec.target)]
+        return given[node] if node in given else getattr(spec.arg, "value", None)
+
+    def _weights(self) -> tuple[dict[str, Tensor], dict[str, str], dict[str, str]]:
+        """Return the tensors a program is given, which of them are others by another name, and what each is."""
+        found: dict[str, Tensor] = {}
+        tied: dict[str, str] = {}
+        seen: dict[Any, str] = {}
+        kinds = {}
+        wanted = {spec.target: spec for _, spec in self.specs if spec.kind in _WEIGHTS}
+        named = {**self.program.state_dict, **self.program.constants}
+        for name in [*wanted, *(n for n in self.program.state_dict if n not in wanted)]:
+            tensor = named[name].detach()
+            key = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride())
+            owner = seen.setdefault(key, name)
+            if owner in found and tensor.numel():
+                tied[name] = owner
+            elif name in wanted:
+                found[name] = tensor
+            kinds[name] = _kind(name, wanted.get(name), named[name])
+        return found, tied, {name: kind for name, kind in kinds.items() if name in found or name in tied}
+
+    def _inputs(self) -> dict[str, Any]:
+        """Return the placeholders of tensors in the containers of each input; None stands for what is compiled in."""
+        return self._named([self._input(node, spec) for node, spec in self._given()])
+
+    def _fixed(self) -> dict[str, str]:
+        """Return the inputs that are no tensors, and what each was."""
+        found = self._named([getattr(spec.arg, "value", None) for _, spec in self._given()])
+        fixed = {name: value for name, value in found.items() if self.inputs[name] is None}
+        return {name: repr(value) for name, value in fixed.items() if value is not None}
+
+    def _given(self) -> list[tuple[Node, Any]]:
+        return [(node, spec) for node, spec in self.specs if spec.kind is InputKind.USER_INPUT]
+
+    def _named(self, leaves: list[Any]) -> dict[str, Any]:
+        """Return leaves in the containers of each input, by the names of the model's arguments."""
+        spec = self.program.call_spec.in_spec
+        assert spec is not None
+        args, kwargs = trees.build(spec, iter(leaves))
+        signature = self.program.module_call_graph[0].signature
+        names = getattr(signature, "forward_arg_names", None) or [f"arg{n}" for n in range(len(args))]
+        return {**dict(zip(names, args, strict=False)), **kwargs}
+
+    def _input(self, node: Node, spec: Any) -> Node | None:
+        value = node.meta.get("val")
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            raise ExportError(f"isthmus.export: the input {node.name} is a number that varies: pass a tensor")
+        return node if isinstance(value, Tensor) else None
+
+    def _refuse_writes(self) -> None:
+        for spec in self.signature.output_specs:
+            if spec.kind.name not in (*_WRITES, "USER_OUTPUT", "TOKEN"):
+                raise ExportError(
+                    f"isthmus.export: the model has an output of kind {spec.kind.name} ({spec.target}); a program "
+                    f"only computes: return what is written to an input instead"
+                )
+
+    def _refuse_random(self) -> None:
+        for node in self.program.graph.nodes:
+            if is_random(node):
+                raise ExportError(
+                    f"isthmus.export: {node.target} draws random numbers, and an exported program has none\n"
+                    f"  to go on     model.eval() turns dropout off; or make the numbers an input"
+                )
+
+    def _explain(self, failure: NodeFailure) -> str:
+        """Return what could not be exported, with the op and the dims by name."""
+        node, names = failure.node, self.dims.names_in(failure.node)
+        text = f"isthmus.export: {node.target} cannot be exported"
+        if not is_lowered(node):
+            text += ", since nothing lowers it"
+        elif names:
+            text += f" with dynamic dimension {' and '.join(repr(name) for name in names)}"
+        text += f"\n  because      {type(failure.cause).__name__}: {first_line(str(failure.cause))}"
+        where = (node.meta.get("stack_trace") or "").strip().splitlines()
+        if where:
+            text += f"\n  called at    {' '.join(line.strip() for line in where[-2:])}"
+        if names:
+            text += "\n  to go on     leave those dims out of dynamic_shapes, so that their sizes are fixed"
+        return text
+
+
+def _kind(name: str, spec: Any, value: Any) -> str:
+    if spec is not None and spec.kind is InputKind.CONSTANT_TENSOR:
+        return "constant"
+    if isinstance(value, nn.Parameter):
+        return "parameter"
+    return "buffer" if spec is None or spec.persistent else "constant"
+
+
+def _abstract(value: Tensor, sizes: dims.Dims) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(tuple(sizes(size) for size in value.shape), to_jax_dtype(value.dtype))
+
+
+def _output(value: Any) -> Any:
+    """Return an output as an array; a number or a size becomes one, and None stays."""
+    if isinstance(value, str):
+        raise ExportError(f"isthmus.export: the model returns {value!r}: a program returns arrays")
+    return value if value is None else jnp.asarray(value)
