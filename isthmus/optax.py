@@ -34,6 +34,15 @@ class Optimizer(torch.optim.Optimizer):
         self._groups.append(Group(own))
 
     @torch.no_grad()
+    def start(self) -> None:
+        """Make the state that the first step would make, if every parameter that can have a gradient gets one."""
+        for settings, group in zip(self.param_groups, self._groups, strict=True):
+            params = [p for p in settings["params"] if p.requires_grad]
+            if params and not group.count:
+                group.start(params, settings, self.state[settings["params"][0]])
+                group.is_guessed = True
+
+    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **extra: Any) -> Any:  # type: ignore[override]
         """Step every parameter that has a gradient; ``extra`` is passed to the transformation's update."""
         loss = None
@@ -70,12 +79,17 @@ class Group:
     def __init__(self, transformation: optax.GradientTransformation) -> None:
         self.transformation = transformation
         self.count = 0
+        self.is_guessed = False
         self.names: list[str] = []
         self.spec: Any = None
         self._update = jax_function(self._updated)
 
     def start(self, params: list[Tensor], settings: dict[str, Any], state: dict[str, Any]) -> None:
         """Make the state at the first step, or see that what was loaded fits."""
+        if self.is_guessed and self.count != len(params):
+            self.count = 0
+            state.clear()
+        self.is_guessed = False
         if self.count:
             if self.count != len(params):
                 raise IsthmusError(

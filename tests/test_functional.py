@@ -30,6 +30,7 @@ def test_it_computes_what_the_module_computes(device: str) -> None:
     params, apply = isthmus.functional(model)
     assert params.keys() == dict(model.named_parameters()).keys()
     want = mlp("cpu")(X).detach().numpy()
+    np.testing.assert_allclose(apply(params, X), want, rtol=1e-5, atol=1e-6)
     for call in (apply, jax.jit(apply)):
         np.testing.assert_allclose(call(params, jnp.asarray(X.numpy())), want, rtol=1e-5, atol=1e-6)
     for name, parameter in model.named_parameters():
@@ -183,6 +184,12 @@ def test_what_does_not_fit_is_named() -> None:
         )
     with pytest.raises(IsthmusError, match=r"0.bias is \[3\], the module has \[8\]"):
         apply({**params, "0.bias": jnp.zeros(3)}, jnp.ones((1, 4)))
+    with pytest.raises(TypeError, match="params is a list, not a dictionary"):
+        apply(list(params.values()), jnp.ones((1, 4)))
+    with pytest.raises(TypeError, match="name it in static_argnames"):
+        jax.jit(apply)(params, jnp.ones((1, 4)), train=False)
+    with pytest.raises(TypeError, match=r"rng is 0, not a key"):
+        isthmus.torch_function(torch.rand_like)(jnp.ones(3), rng=0)
     with pytest.raises(IsthmusError, match="float64, and JAX's 64-bit types are off"):
         isthmus.functional(mlp().double())
 

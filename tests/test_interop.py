@@ -75,6 +75,11 @@ def test_what_cannot_cross_says_so() -> None:
         isthmus.to_jax(torch.empty(2, device="meta"))
 
 
+def test_arguments_that_cannot_be_told_apart() -> None:
+    with pytest.raises(TypeError, match="an argument is a set, which is neither a tensor"):
+        isthmus.jax_function(lambda x, s: x)(torch.ones(2), {1})
+
+
 def f64(*shape: int) -> torch.Tensor:
     g = torch.Generator().manual_seed(3)
     return (torch.rand(shape, dtype=torch.float64, generator=g) + 0.5).to("jax").requires_grad_()

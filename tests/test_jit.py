@@ -1274,3 +1274,20 @@ def test_replays_are_counted() -> None:
         f(arange(3))
     assert (len(runs), replays() - before) == (1, 4)
     assert "replays" in isthmus.metrics.report()
+
+
+def test_values_made_of_numbers_alone_can_be_read() -> None:
+    def shifted(x: torch.Tensor) -> torch.Tensor:
+        ramp = torch.arange(4, device="jax")
+        return x + ramp[1:].sum().item() if (ramp >= 0).all() else -x
+
+    jitted = isthmus.jit(shifted)
+    for scale in (1, 2):
+        x = torch.full((3,), float(scale)).to("jax")
+        assert jitted(x).tolist() == [scale + 6] * 3
+    with pytest.raises(JitError, match="a value is read"):
+        isthmus.jit(lambda x: x if (torch.arange(3, device="jax") * x).sum() > 0 else -x)(
+            torch.ones(3).to("jax")
+        )
+    with pytest.raises(JitError, match="a value is read"):
+        isthmus.jit(lambda x: x * torch.rand(3, device="jax").sum().item())(torch.ones(3).to("jax"))

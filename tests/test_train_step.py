@@ -82,6 +82,28 @@ def test_it_is_one_program_after_the_first_steps() -> None:
     assert counts["ops recorded"] == 0
 
 
+@pytest.mark.parametrize("name", ["AdamW", "optax"])
+def test_it_is_recorded_once(name: str) -> None:
+    net = model()
+    step = isthmus.train_step(net, loss_fn, OPTIMIZERS[name](net.parameters()))
+    for _ in range(3):
+        step(X.to("jax"), Y.to("jax"))
+    assert [len(captures) for captures in step.captures.values()] == [1]
+
+
+def test_parameters_that_get_no_gradient() -> None:
+    a, b = model(), model()
+    for net in (a, b):
+        net.unused = nn.Linear(2, 2).to("jax")
+    want = by_hand(a[:4], OPTIMIZERS["optax"](a[:4].parameters()), 3)
+
+    def some(net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return loss_fn(net[:4], x, y)
+
+    step = isthmus.train_step(b, some, OPTIMIZERS["optax"](b.parameters()))
+    np.testing.assert_allclose([step(X.to("jax"), Y.to("jax")).item() for _ in range(3)], want, rtol=1e-4)
+
+
 def test_an_optimizer_that_has_stepped_goes_on() -> None:
     a, b = model(), model()
     one, other = (torch.optim.Adam(net.parameters(), 1e-2) for net in (a, b))
@@ -144,6 +166,8 @@ def test_remat_keeps_arguments_and_computes_again() -> None:
 
 def test_what_cannot_be_done_says_so() -> None:
     net = model()
+    with pytest.raises(TypeError, match=r"isthmus.optax.Optimizer\(model.parameters"):
+        isthmus.train_step(net, loss_fn, optax.adam(1e-3))
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     with pytest.raises(ValueError, match="a batch of 8 cannot be split into 3 parts"):
         isthmus.train_step(net, loss_fn, optimizer, accumulate=3)(X.to("jax"), Y.to("jax"))

@@ -72,6 +72,10 @@ class Apply:
         **kwargs: Any,
     ) -> Any:
         """Return what the module computes; with a state, also the state after it."""
+        if not isinstance(train, (bool, type(None))):
+            raise TypeError(
+                f"isthmus.functional: train is {train!r}, not True or False; under jax.jit name it in static_argnames"
+            )
         self._check("params", params, dict(self.module.named_parameters()))
         if state is not None:
             self._check("state", state, dict(self.module.named_buffers()))
@@ -109,6 +113,10 @@ class Apply:
         return tensor.to(dtype) if NARROW.get(to_jax_dtype(dtype)) == array.dtype else tensor
 
     def _check(self, what: str, given: Arrays, wanted: dict[str, Any]) -> None:
+        if not isinstance(given, Mapping):
+            raise TypeError(
+                f"isthmus.functional: {what} is a {type(given).__name__}, not a dictionary of arrays by name"
+            )
         missing, strange = sorted(wanted.keys() - given.keys()), sorted(given.keys() - wanted.keys())
         if missing or strange:
             raise IsthmusError(

@@ -65,6 +65,13 @@ class Fixed:
     def __init__(self, value: Any) -> None:
         self.value = value
         self.key = (type(value), repr(value) if isinstance(value, (float, complex)) else value)
+        try:
+            hash(self.key)
+        except TypeError:
+            raise TypeError(
+                f"isthmus.jax_function: an argument is a {type(value).__name__}, which is neither a tensor or an array "
+                f"nor hashable, so that calls with it cannot be told apart"
+            ) from None
 
     def __hash__(self) -> int:
         return hash(self.key)

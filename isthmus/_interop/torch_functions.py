@@ -43,7 +43,7 @@ def torch_function(function: Function) -> Function:
 
 def on_arrays(function: Function, *args: Any) -> Any:
     """Return what a function that returns tensors computes, as arrays of dtypes that the user's JAX has."""
-    leaves, spec = jax.tree.flatten(args)
+    leaves, spec = jax.tree.flatten(to_jax(args))
     at = [n for n, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
     rest: list[Any] = []
     is_narrow = not has_x64()
@@ -87,6 +87,8 @@ def _words(rng: Any) -> Callable[[int], Any]:
 
 def _seed(rng: Any) -> Any:
     """Return a key, of whatever kind, as two words."""
+    if not isinstance(rng, jax.Array):
+        raise TypeError(f"rng is {rng!r}, not a key of JAX's, such as jax.random.key(0)")
     key = rng if jax.numpy.issubdtype(rng.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(rng)
     data = jax.random.key_data(key)
     return data if data.shape == (2,) else jax.random.bits(key, (2,), "uint32")

@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from isthmus._interop.remat import rematerialized
+from isthmus._lazy import record
+from isthmus._lazy.jit import Jitted
 from isthmus.errors import IsthmusError
-from isthmus.modes import jit
 
 Modules = type[nn.Module] | Iterable[type[nn.Module] | nn.Module]
 
@@ -32,10 +33,17 @@ def train_step(
     along its first dimension into so many parts, whose gradients are averaged. Modules in ``remat``, or of classes
     there, keep their arguments alone for backward and compute the rest again.
     """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"train_step: optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer; a transformation of "
+            f"optax's becomes one by isthmus.optax.Optimizer(model.parameters(), transformation)"
+        )
     _count_on_device(optimizer)
+    _start(optimizer)
     chosen = list(_chosen(model, remat))
     # As a partial function, so that jit finds what belongs to the step.
-    return jit(functools.partial(_step, model, loss_fn, optimizer, accumulate, chosen))
+    record.install()
+    return Jitted(functools.partial(_step, model, loss_fn, optimizer, accumulate, chosen), True, ())
 
 
 def _step(
@@ -115,3 +123,19 @@ def _count_on_device(optimizer: Optimizer) -> None:
             step = optimizer.state.get(parameter, {}).get("step")
             if isinstance(step, Tensor):
                 optimizer.state[parameter]["step"] = step.to(parameter.device)
+
+
+def _start(optimizer: Optimizer) -> None:
+    """Make the state that the first step would make, so that the first recording is the one that lasts."""
+    if hasattr(optimizer, "start"):
+        optimizer.start()
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        return
+    for group in optimizer.param_groups:
+        for parameter in [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]:
+            moments = ["exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * group["amsgrad"]]
+            state = optimizer.state[parameter]
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state |= {
+                name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in moments
+            }

@@ -16,7 +16,7 @@ from isthmus._device.buffer import Buffer
 from isthmus._device.hosts import copied
 from isthmus._device.private import empty_tensor, restride
 from isthmus._device.views import attach_to
-from isthmus._graph.nodes import Node
+from isthmus._graph.nodes import Leaf, Node, reachable
 from isthmus._lazy import programs
 from isthmus._lazy.guards import Guard
 from isthmus._lazy.roots import Roots
@@ -63,6 +63,14 @@ class Capture:
             f"isthmus.jit: {op} would run on the CPU ({reason}; {user_line()}); move it out of the function, or give "
             f"it a lowering (docs/add-a-lowering.md)"
         )
+
+    def read(self, buffer: Buffer) -> Any:
+        """Return a value that is read, if it is the same at every replay: one made of numbers alone."""
+        node = buffer.held
+        if type(node) is not Node or not _is_fixed(node):
+            raise self.refuse_read()
+        family, program = programs.find((node,), donate=False)
+        return family.spread((node,), program([], program.constants(trace), []))[0]
 
     def refuse_read(self) -> Exception:
         """Return the error for a value that is read."""
@@ -391,3 +399,9 @@ def _give(result: tuple[Any, ...], new: dict[int, Buffer], flat: list[Any]) -> A
         size, stride, offset, dtype = layout[0]
         return restride(attach_to(dtype, flat[value].untyped_storage()), size, stride, offset)
     return _tensor(new[value], layout[0])
+
+
+def _is_fixed(node: Node) -> bool:
+    """Return whether a node is computed of numbers and offsets, which a recording keeps."""
+    leaves = [n.call for n in reachable([node]) if isinstance(n.call, Leaf)]
+    return all(leaf.kind in ("number", "offset") for leaf in leaves)

@@ -29,6 +29,19 @@ def softmax(self: Array, dim: int, half_to_float: bool) -> Array:
     return _along(lambda x, axis: jax.nn.softmax(x, axis=axis), self, dim, half_to_float)
 
 
+@lowering(aten._safe_softmax.default)
+def safe_softmax(self: Array, dim: int, dtype: Any = None) -> Array:
+    """Softmax along ``dim``, zero where every element of a row is minus infinity."""
+    x = self if dtype is None else cast(self, dtype)
+
+    def function(x: Array, axis: int) -> Array:
+        masked = jnp.all(x == -jnp.inf, axis=axis, keepdims=True)
+        # Chosen before and after: a gradient through the other choice would be nan.
+        return jnp.where(masked, 0, jax.nn.softmax(jnp.where(masked, 0, x), axis=axis))
+
+    return _along(function, x, dim, False)
+
+
 @lowering(aten._log_softmax.default)
 def log_softmax(self: Array, dim: int, half_to_float: bool) -> Array:
     """The logarithm of softmax along ``dim``."""

@@ -22,6 +22,13 @@ for _op in (aten._softmax.default, aten._log_softmax.default):
         case(_op, EXTREMES, 1, False, id="extremes"),
         fails(_op, f32(4, 7), 2, False, error=IndexError, match="out of range"),
     ]
+CASES += [
+    case(aten._safe_softmax.default, f32(4, 7), -1),
+    case(aten._safe_softmax.default, bf16(4, 7), 0, torch.float32, id="to float32"),
+    case(aten._safe_softmax.default, f16(3, 4, 5), 1),
+    case(aten._safe_softmax.default, f32(3, 0), 1, id="empty dim"),
+    case(aten._safe_softmax.default, EXTREMES, 1, id="extremes"),
+]
 for _op in (aten._softmax_backward_data.default, aten._log_softmax_backward_data.default):
     CASES += [
         case(_op, f32(4, 7), f32(4, 7).between(-3, 0), -1, torch.float32),
