@@ -32,14 +32,20 @@ class Optimizer(torch.optim.Optimizer):
         own = param_group.pop("transformation", self._default)
         super().add_param_group(param_group)
         self._groups.append(Group(own))
+        rate = _learning_rate(own)
+        if rate is not None:
+            self.param_groups[-1].setdefault("lr", rate)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_groups": self._groups, "_default": self._default}
 
     @torch.no_grad()
     def start(self) -> None:
         """Make the state that the first step would make, if every parameter that can have a gradient gets one."""
         for settings, group in zip(self.param_groups, self._groups, strict=True):
-            params = [p for p in settings["params"] if p.requires_grad]
-            if params and not group.count:
-                group.start(params, settings, self.state[settings["params"][0]])
+            at = [n for n, p in enumerate(settings["params"]) if p.requires_grad]
+            if at and not group.names:
+                group.start(at, settings, self.state[settings["params"][0]])
                 group.is_guessed = True
 
     @torch.no_grad()
@@ -50,11 +56,11 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for settings, group in zip(self.param_groups, self._groups, strict=True):
-            params = [p for p in settings["params"] if p.grad is not None]
-            if params:
+            at = [n for n, p in enumerate(settings["params"]) if p.grad is not None]
+            if at:
                 state = self.state[settings["params"][0]]
-                group.start(params, settings, state)
-                group.step(params, settings, state, extra)
+                group.start(at, settings, state)
+                group.step(settings, state, extra)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -78,49 +84,45 @@ class Group:
 
     def __init__(self, transformation: optax.GradientTransformation) -> None:
         self.transformation = transformation
-        self.count = 0
         self.is_guessed = False
         self.names: list[str] = []
         self.spec: Any = None
         self._update = jax_function(self._updated)
 
-    def start(self, params: list[Tensor], settings: dict[str, Any], state: dict[str, Any]) -> None:
-        """Make the state at the first step, or see that what was loaded fits."""
-        if self.is_guessed and self.count != len(params):
-            self.count = 0
+    def __deepcopy__(self, memo: Any) -> Group:
+        """Return a group of its own; it finds the structure of its state again."""
+        return Group(self.transformation)
+
+    def start(self, at: list[int], settings: dict[str, Any], state: dict[str, Any]) -> None:
+        """Make the state at the first step, or see that what there is fits; ``at`` is where the parameters are."""
+        if self.is_guessed and settings["stepped"] != at:
+            self.names = []
             state.clear()
         self.is_guessed = False
-        if self.count:
-            if self.count != len(params):
-                raise IsthmusError(
-                    f"isthmus.optax: {len(params)} parameters of a group have gradients, and {self.count} had at its "
-                    f"first step; give the others gradients of zero, or a group of their own"
-                )
-            return
-        found = jax_function(self.transformation.init)(params)
-        leaves, self.spec = jax.tree.flatten_with_path(found)
-        self.names = [jax.tree_util.keystr(path) for path, _ in leaves]
-        if state and set(state) != set(self.names):
-            strange = sorted(set(state) ^ set(self.names))
+        before = settings.setdefault("stepped", at) if state else at
+        if before != at:
             raise IsthmusError(
-                f"isthmus.optax: the loaded state is another transformation's: {', '.join(strange)}"
+                f"isthmus.optax: parameters {_listed(at)} of a group have gradients, and {_listed(before)} had at its "
+                f"first step; give the others gradients of zero, or a group of their own"
             )
+        if self.names:
+            return
+        settings["stepped"] = at
+        found = jax_function(self.transformation.init)([settings["params"][n] for n in at])
+        leaves, self.spec = jax.tree.flatten_with_path(found)
+        self.names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+        if state and set(state) != set(self.names):
+            strange = ", ".join(sorted(set(state) ^ set(self.names)))
+            raise IsthmusError(f"isthmus.optax: the loaded state is another transformation's: {strange}")
         if not state:
             state.update({name: leaf for name, (_, leaf) in zip(self.names, leaves, strict=True)})
-        self.count = len(params)
-        rate = self._rate()
-        if rate is not None:
-            settings.setdefault("lr", state[rate].item())
 
-    def _rate(self) -> str | None:
-        """Return the name of the learning rate in the state, if it is there."""
-        return next((name for name in self.names if name.endswith("hyperparams['learning_rate']")), None)
-
-    def step(self, params: list[Tensor], settings: dict[str, Any], state: dict[str, Any], extra: Any) -> None:
+    def step(self, settings: dict[str, Any], state: dict[str, Any], extra: Any) -> None:
         """Write new values into the parameters and the state."""
-        rate = self._rate()
-        if rate is not None:
-            state[rate].fill_(settings["lr"])
+        params = [settings["params"][n] for n in settings["stepped"]]
+        for name in self.names:
+            if name.endswith("hyperparams/learning_rate") and "lr" in settings:
+                state[name].fill_(settings["lr"])
         kept = [state[name] for name in self.names]
         found = self._update([p.grad for p in params], kept, params, extra)
         torch._foreach_copy_([*params, *kept], found)
@@ -130,6 +132,18 @@ class Group:
         update = optax.with_extra_args_support(self.transformation).update
         updates, state = update(grads, state, params, **extra)
         return [*optax.apply_updates(params, updates), *jax.tree.leaves(state)]
+
+
+def _learning_rate(transformation: optax.GradientTransformation) -> float | None:
+    """Return the learning rate that ``optax.inject_hyperparams`` put into the state, if it did."""
+    if "inject_hyperparams" not in getattr(transformation.init, "__qualname__", ""):
+        return None
+    state = transformation.init([jax.numpy.zeros(1)])
+    return float(state.hyperparams["learning_rate"]) if "learning_rate" in state.hyperparams else None
+
+
+def _listed(places: list[int]) -> str:
+    return ", ".join(str(place) for place in places)
 
 
 def _like(value: Any, parameter: Tensor) -> Any:

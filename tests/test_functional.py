@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -164,6 +165,34 @@ def test_optax_trains_it_in_a_scan() -> None:
 
     (_, _), losses = jax.jit(lambda p: jax.lax.scan(step, (p, optimizer.init(p)), None, length=60))(params)
     assert losses[-1] < 0.1 * losses[0]
+
+
+def test_written_parameters_are_refused() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen = nn.Parameter(torch.zeros(1), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen.add_(1)
+            return x + self.seen
+
+    params, apply = isthmus.functional(Counting())
+    with pytest.raises(IsthmusError, match=r"writes to its parameters \(seen\)"):
+        apply(params, jnp.ones(2))
+
+
+def test_threads_take_turns() -> None:
+    model = mlp("cpu")
+    params, apply = isthmus.functional(model)
+    x = jnp.asarray(X.numpy())
+    want = np.asarray(apply(params, x))
+    with ThreadPoolExecutor(4) as pool:
+        sizes = list(range(1, 6)) * 4
+        found = list(pool.map(lambda n: jax.jit(lambda p, x: apply(p, x))(params, x[:n]), sizes))
+    for n, one in zip(sizes, found, strict=True):
+        np.testing.assert_allclose(one, want[:n], rtol=1e-5, atol=1e-6)
+    assert all(isinstance(p, nn.Parameter) and p.device.type == "cpu" for p in model.parameters())
 
 
 def test_recurrent_modules() -> None:

@@ -317,3 +317,45 @@ def test_transformations_of_torch() -> None:
         lambda f: torch.func.jacrev(torch.func.grad(f, argnums=1), argnums=1),
     ):
         torch.testing.assert_close(transform(f)(x, w), transform(want)(x, w))
+
+
+def test_forward_mode_of_torch() -> None:
+    f, x = isthmus.jax_function(lambda x, n: (jnp.sin(x) * n, jnp.argmax(x))), f64(3).detach()
+    found, tangent = torch.func.jvp(lambda x: f(x, 2.0)[0], (x,), (torch.ones_like(x),))
+    torch.testing.assert_close(found, torch.sin(x) * 2)
+    torch.testing.assert_close(tangent, torch.cos(x) * 2)
+    torch.testing.assert_close(torch.func.jacfwd(lambda x: f(x, 2.0)[0])(x), torch.diag(torch.cos(x) * 2))
+
+
+def test_complex_gradients_are_torchs() -> None:
+    z = torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex128).to("jax").requires_grad_()
+    f = isthmus.jax_function(lambda z: (z**2 * jnp.exp(z)).imag)
+    assert torch.autograd.gradcheck(f, (z,))
+    assert torch.autograd.gradgradcheck(f, (z,))
+    x = f64(6)
+    assert torch.autograd.gradcheck(isthmus.jax_function(jnp.fft.fft), (x,))
+
+
+def test_numbers_that_change_under_torch_compile() -> None:
+    f = isthmus.jax_function(lambda x, n: x * n)
+    compiled = torch.compile(lambda x, n: f(x, n) + 1, backend="isthmus")
+    for n in (1, 2, 3, 4, 0.5, 1.5):
+        assert compiled(torch.ones(2, device="jax"), n).tolist() == [n + 1] * 2
+
+
+def test_the_same_function_with_other_settings_and_numbers() -> None:
+    f, x = isthmus.jax_function(lambda x, s: jnp.zeros(3) + jnp.copysign(x, s)), torch.ones(3).to("jax")
+    assert f(x, np.float32(0.0)).tolist() == [1, 1, 1]
+    assert f(x, np.float32(-0.0)).tolist() == [-1, -1, -1]
+    assert f(x, 1.0).dtype == torch.float32
+    with jax.enable_x64(True):
+        assert f(x, 1.0).dtype == torch.float64
+
+
+def test_an_array_from_outside_is_taken_anew_by_jit() -> None:
+    held = {"a": jnp.ones(2)}
+    f = isthmus.jit(lambda x: x + isthmus.from_jax(held["a"]))
+    x = torch.ones(2).to("jax")
+    assert f(x).tolist() == [2, 2]
+    held["a"] = jnp.full(2, 5.0)
+    assert f(x).tolist() == [6, 6]

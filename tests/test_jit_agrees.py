@@ -662,3 +662,38 @@ def test_other_threads_go_on_while_a_function_is_recorded() -> None:
     assert isthmus.jit(body)(arange(3)).tolist() == [2, 4, 6]
     thread.join(20)
     assert (found, errors) == ([[0, 1, 2], [1, 2, 3]], [])
+
+
+@pytest.mark.parametrize("kind", ["tensor", "accumulated", "optimizer", "module"])
+def test_hooks_added_and_exchanged_later(kind: str) -> None:
+    def add(net: torch.nn.Module, optimizer: torch.optim.Optimizer, factor: float) -> Any:
+        if kind == "tensor":
+            return net.weight.register_hook(lambda g: g * factor)
+        if kind == "accumulated":
+            return net.weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(factor))
+        if kind == "optimizer":
+            return optimizer.register_step_pre_hook(lambda *_: net.weight.grad.mul_(factor))
+        return net.register_forward_hook(lambda m, args, out: out * factor)
+
+    found = []
+    for wrap in (lambda f: f, isthmus.jit):
+        torch.manual_seed(0)
+        net = torch.nn.Linear(3, 2).to("jax")
+        optimizer, x = torch.optim.SGD(net.parameters(), 0.1), torch.ones(4, 3).to("jax")
+
+        def step(x: torch.Tensor, net: Any = net, optimizer: Any = optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = net(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        run = wrap(step)
+        losses = [run(x).item() for _ in range(3)]
+        handle = add(net, optimizer, 2.0)
+        losses += [run(x).item() for _ in range(2)]
+        handle.remove()
+        add(net, optimizer, -1.0)
+        losses += [run(x).item() for _ in range(2)]
+        found.append(losses)
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)

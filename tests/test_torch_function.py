@@ -141,6 +141,48 @@ def test_custom_gradients_are_respected() -> None:
     assert x.grad.tolist() == [3, 3, 3]
 
 
+def test_results_without_gradients_and_gradients_without_values() -> None:
+    class Both(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> Any:
+            ctx.set_materialize_grads(False)
+            still = x * 3
+            ctx.mark_non_differentiable(still)
+            return x * 2, still, x * 5
+
+        @staticmethod
+        def backward(ctx: Any, a: Any, _: Any, unused: Any) -> Any:
+            assert unused is None
+            assert ctx.needs_input_grad == (True,)
+            return a * 2
+
+    def total_of(x: torch.Tensor) -> torch.Tensor:
+        found, still, _ = Both.apply(x)
+        return found.sum() + still.sum()
+
+    np.testing.assert_allclose(jax.jit(jax.grad(isthmus.torch_function(total_of)))(X), jnp.full_like(X, 2))
+
+
+def test_complex_gradients_are_jaxs() -> None:
+    z = jnp.asarray([1 + 2j, 3 - 1j], jnp.complex64)
+    pairs: list[Any] = [
+        (lambda z: z.abs().sum(), lambda z: jnp.abs(z).sum()),
+        (lambda z: torch.linalg.vector_norm(z), jnp.linalg.norm),
+    ]
+    for ours, theirs in pairs:
+        np.testing.assert_allclose(jax.grad(isthmus.torch_function(ours))(z), jax.grad(theirs)(z), rtol=1e-5)
+    x = jnp.linspace(0.1, 1, 6)
+    found = jax.grad(isthmus.torch_function(lambda x: torch.fft.fft(x).abs().sum()))(x)
+    np.testing.assert_allclose(found, jax.grad(lambda x: jnp.abs(jnp.fft.fft(x)).sum())(x), rtol=1e-4)
+
+
+def test_random_code_runs_with_and_without_a_trace() -> None:
+    f, key = isthmus.torch_function(lambda x: x + torch.rand(3, 4, device="jax")), jax.random.key(0)
+    eager = f(X, rng=key)
+    np.testing.assert_allclose(jax.jit(lambda key: f(X, rng=key))(key), eager, rtol=1e-6)
+    np.testing.assert_allclose(f(X, rng=key), eager, rtol=1e-6)
+
+
 def test_writing_autograd_functions_are_refused() -> None:
     class Doubling(torch.autograd.Function):
         @staticmethod

@@ -138,6 +138,44 @@ def test_rematerialized_dropout_is_the_same_dropout() -> None:
     np.testing.assert_allclose(*found, rtol=1e-5)
 
 
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.first(x))
+
+
+def test_rematerialized_buffers_are_written_once() -> None:
+    found = []
+    for remat in ((), Normed):
+        torch.manual_seed(0)
+        net = nn.Sequential(Normed(), nn.Linear(4, 1)).to("jax")
+        step = isthmus.train_step(net, loss_fn, torch.optim.SGD(net.parameters(), 0.1), remat=remat)
+        losses = [step(X.to("jax"), Y.to("jax")).item() for _ in range(3)]
+        assert net[0].norm.num_batches_tracked.item() == 3
+        found.append([*losses, *net[0].norm.running_mean.tolist()])
+    np.testing.assert_allclose(*found, rtol=1e-5)
+
+
+def test_remat_under_autocast_and_with_gradients_inside() -> None:
+    found = []
+    for remat in ((), Block):
+        net = model()
+
+        def loss(net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            x = x.clone().requires_grad_()
+            with torch.autocast("jax", dtype=torch.bfloat16):
+                out = net(x)
+            (slope,) = torch.autograd.grad(out.float().sum(), x, retain_graph=True)
+            return (out.float() - y).square().mean() + 0 * slope.sum()
+
+        step = isthmus.train_step(net, loss, torch.optim.SGD(net.parameters(), 0.1), remat=remat)
+        found.append([step(X.to("jax"), Y.to("jax")).item() for _ in range(3)])
+    np.testing.assert_allclose(*found, rtol=1e-3)
+
+
 def program(step: Any) -> Any:
     """Return the program of a step, which has been recorded once."""
     ((capture,),) = step.captures.values()

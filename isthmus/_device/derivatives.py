@@ -69,7 +69,7 @@ def differentiable(op: OpOverload, tier: Tier) -> Tier:
 
     def run(arguments: dict[str, Any]) -> Any:
         call = Call(op, tier, arguments)
-        return tier(arguments) if call.is_fixed else call.run()
+        return tier(arguments) if call.is_fixed or arguments.get("reduce") == "sum" else call.run()
 
     return run
 
@@ -137,14 +137,16 @@ class Call:
         with _recording(), linear():
             results = flatten(self.op(*args, **kwargs))
             pairs = [
-                (results[n], wrap(g)) for n, g in zip(outs, given, strict=True) if results[n].requires_grad
+                (results[n], wrap(_conjugated(g)))
+                for n, g in zip(outs, given, strict=True)
+                if results[n].requires_grad
             ]
             if not pairs:
                 return [jnp.zeros_like(primals[n]) for n in varying]
             ends, gradients = zip(*pairs, strict=True)
             found = torch.autograd.grad(ends, wanted, gradients, allow_unused=True)
         return [
-            jnp.zeros_like(primals[n]) if g is None else to_arrays(g)
+            jnp.zeros_like(primals[n]) if g is None else _conjugated(to_arrays(g))
             for n, g in zip(varying, found, strict=True)
         ]
 
@@ -160,6 +162,11 @@ def _still(result: Array | None) -> Any:
     if result is None or _varies(result):
         return result
     return np.zeros(result.shape, jax.dtypes.float0)
+
+
+def _conjugated(array: Array) -> Array:
+    """Return a gradient in the other library's convention: torch's is the conjugate of JAX's."""
+    return array.conj() if jnp.issubdtype(array.dtype, jnp.complexfloating) else array
 
 
 def _varies(array: Array) -> bool:

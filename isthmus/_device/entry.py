@@ -113,7 +113,7 @@ def _body(kernel: Kernel, take: str) -> list[str]:
     if kernel.matmul:
         extras.append("_matmul_precision()")
     if kernel.random:
-        extras.append("_own.words is None")  # else what it draws may be a tracer
+        extras.append("_own.is_traced")
     if kernel.schema.mutated:
         extras.append("_alias_pattern(_values)")
     return [

@@ -28,6 +28,7 @@ class Own(threading.local):
     """What random ops on this thread draw from in place of the generator: a function of the offset."""
 
     words: Callable[[int], Any] | None = None
+    is_traced = False
     offset = 0
 
 
@@ -97,14 +98,14 @@ def replaying(words: np.ndarray[Any, Any], index: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def drawing_from(words: Callable[[int], Any]) -> Iterator[None]:
+def drawing_from(words: Callable[[int], Any], is_traced: bool) -> Iterator[None]:
     """Let random ops on this thread take their four words from a function of how many were drawn before."""
-    before = own.words, own.offset
-    own.words, own.offset = words, 0
+    before = own.words, own.is_traced, own.offset
+    own.words, own.is_traced, own.offset = words, is_traced, 0
     try:
         yield
     finally:
-        own.words, own.offset = before
+        own.words, own.is_traced, own.offset = before
 
 
 def draw(generator: torch.Generator | None, count: int = 1) -> Any:

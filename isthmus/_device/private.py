@@ -62,6 +62,11 @@ def below_autograd() -> Any:
     return torch._C._AutoDispatchBelowAutograd()
 
 
+def in_forward_mode() -> bool:
+    """Return whether tensors may carry tangents: inside ``dual_level`` or ``torch.func.jvp``."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 def above_autograd() -> Any:
     """Return a guard under which a call made by a kernel is recorded by autograd, as one from outside would be."""
     excluded, kept = torch._C._dispatch_tls_local_exclude_set(), torch._C.DispatchKeySet(_UNDEFINED)

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from torch import Tensor
 
+from isthmus._device import mode
 from isthmus._device.buffer import wrap
 from isthmus._device.hosts import array_from_cpu
 from isthmus._device.transfer import array_of
@@ -55,6 +56,8 @@ def _tensor(value: Any) -> Any:
         raise TypeError(f"isthmus.from_jax: torch has no dtype {value.dtype}; pass jax.random.key_data(key)")
     if not isinstance(value, jax.core.Tracer):
         value = _here(value)
+        if mode.current.capture is not None:
+            mode.current.capture.reason = "it takes an array of JAX's, which may be another at the next call"
     return wrap(value, to_torch_dtype(value.dtype))
 
 
@@ -67,3 +70,8 @@ def _here(array: Any) -> Any:
             f"with jax.device_put(array, jax.devices()[0])"
         )
     return array if devices == {default_device()} else jax.device_put(array, default_device())
+
+
+def conjugated(array: Any) -> Any:
+    """Return a gradient in the other library's convention: torch's is the conjugate of JAX's."""
+    return array.conj() if jax.numpy.issubdtype(array.dtype, jax.numpy.complexfloating) else array

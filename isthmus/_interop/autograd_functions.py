@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from isthmus._interop.arrays import from_jax, to_jax
+from isthmus._device.buffer import buffer_of
+from isthmus._interop.arrays import conjugated, from_jax, to_jax
 from isthmus.errors import IsthmusError
 
 _original = Function.__dict__["apply"]
@@ -56,7 +57,7 @@ class Context:
         self.needs_input_grad = tuple(needs)
         self.saved_tensors: tuple[Any, ...] = ()
         self.still: tuple[int, ...] = ()
-        self.materialize_grads = True
+        self.materializes = True
 
     def save_for_backward(self, *tensors: Any) -> None:
         """Keep tensors for ``backward``."""
@@ -76,7 +77,8 @@ class Context:
         self.still = tuple([id(t) for t in tensors])
 
     def set_materialize_grads(self, value: bool) -> None:
-        """Do nothing: JAX gives every result a gradient."""
+        """Say whether results without a gradient get one of zeros, or None."""
+        self.materializes = value
 
 
 @jax.tree_util.register_pytree_node_class
@@ -125,29 +127,38 @@ class Application:
         self.cls, self.args, self.kwargs = cls, args, kwargs
         self.places = [n for n, arg in enumerate(args) if isinstance(arg, Tensor)]
         self.results: list[Any] = []
+        self.still: list[int] = []
         self.is_tuple = False
 
     def run(self) -> Any:
         """Return the results as tensors."""
         primal = jax.custom_vjp(lambda *arrays: self.forward(arrays)[0])
-        primal.defvjp(lambda *arrays: self.forward(arrays), self.backward)
-        arrays = iter(primal(*[to_jax(self.args[n]) for n in self.places]))
-        found = tuple([from_jax(next(arrays)) if r is None else r.value for r in self.results])
-        return found if self.is_tuple else found[0]
+        primal.defvjp(self._forward_saving, self.backward, symbolic_zeros=True)
+        found = primal(*[to_jax(self.args[n]) for n in self.places])
+        arrays = iter([jax.lax.stop_gradient(a) if n in self.still else a for n, a in enumerate(found)])
+        results = tuple([from_jax(next(arrays)) if r is None else r.value for r in self.results])
+        return results if self.is_tuple else results[0]
 
-    def forward(self, arrays: Sequence[Any]) -> tuple[list[Any], Kept]:
+    def _forward_saving(self, *primals: Any) -> Any:
+        return self.forward([p.value for p in primals], [p.perturbed for p in primals])
+
+    def forward(self, arrays: Sequence[Any], moving: Sequence[bool] = ()) -> tuple[list[Any], Kept]:
         """Return the results that are arrays, and what backward needs."""
-        args = list(self.args)
-        for n, array in zip(self.places, arrays, strict=True):
-            args[n] = from_jax(array)
-        needs = [isinstance(arg, Tensor) and arg.is_floating_point() for arg in args]
+        args, needs = list(self.args), [False] * len(self.args)
+        for place, n in enumerate(self.places):
+            args[n], needs[n] = from_jax(arrays[place]), bool(moving) and moving[place]
         context = Context(needs)
+        before = [buffer_of(args[n]).held for n in self.places]
         with torch.no_grad():
             found = self._call(context, args)
+        if any(buffer_of(args[n]).held is not held for n, held in zip(self.places, before, strict=True)):
+            context.mark_dirty()
         self.is_tuple = isinstance(found, tuple)
         results = found if self.is_tuple else (found,)
+        tensors = [r for r in results if isinstance(r, Tensor)]
+        self.still = [n for n, tensor in enumerate(tensors) if id(tensor) in context.still]
         self.results = [None if isinstance(r, Tensor) else Other(r) for r in results]
-        return [to_jax(r) for r in results if isinstance(r, Tensor)], Kept.of(context)
+        return [to_jax(tensor) for tensor in tensors], Kept.of(context)
 
     def _call(self, context: Context, args: list[Any]) -> Any:
         if self.cls.setup_context is Function.setup_context:
@@ -158,10 +169,10 @@ class Application:
 
     def backward(self, kept: Kept, given: list[Any]) -> tuple[Any, ...]:
         """Return the gradients of the arrays."""
-        arrays = iter(given)
-        gradients = [_gradient(next(arrays)) if r is None else None for r in self.results]
+        arrays, context = iter(given), kept.context()
+        gradients = [_gradient(next(arrays), context) if r is None else None for r in self.results]
         with torch.no_grad():
-            found = self.cls.backward(kept.context(), *gradients)  # type: ignore[arg-type]
+            found = self.cls.backward(context, *gradients)  # type: ignore[arg-type]
         found = found if isinstance(found, tuple) else (found,)
         return tuple([_pulled(found[n], self.args[n]) for n in self.places])
 
@@ -173,9 +184,13 @@ class Other:
         self.value = value
 
 
-def _gradient(array: Any) -> Tensor | None:
-    return None if array.dtype == jax.dtypes.float0 else from_jax(array)
+def _gradient(array: Any, context: Context) -> Tensor | None:
+    if isinstance(array, jax.custom_derivatives.SymbolicZero):
+        if not context.materializes or array.dtype == jax.dtypes.float0:
+            return None
+        array = jax.numpy.zeros(array.shape, array.dtype)
+    return None if array.dtype == jax.dtypes.float0 else from_jax(conjugated(array))
 
 
 def _pulled(gradient: Tensor | None, argument: Tensor) -> Any:
-    return None if gradient is None else to_jax(gradient.to(argument.dtype))
+    return None if gradient is None else conjugated(to_jax(gradient.to(argument.dtype)))

@@ -15,6 +15,7 @@ from isthmus._graph.schema import schema_of
 from isthmus._interop.arrays import to_jax
 from isthmus._interop.functions import Calls, jax_function
 from isthmus._ops.registry import lowering
+from isthmus.errors import SchemaError
 
 Function = Callable[..., Any]
 
@@ -28,6 +29,10 @@ def custom_op(name: str, function: Function | None = None, *, schema: str | None
     if function is None:
         return lambda found: custom_op(name, found, schema=schema)
     schema = schema or torch.library.infer_schema(function, mutates_args=())
+    if "*" in schema.split("->")[0]:
+        raise SchemaError(
+            f"isthmus.custom_op: {name} has arguments by keyword alone, which have no gradients; drop the *"
+        )
     op = torch.library.custom_op(name, jax_function(function), mutates_args=(), schema=schema)
     namespace, short = name.split("::")
     definition = Definition(function, getattr(getattr(torch.ops, namespace), short).default)

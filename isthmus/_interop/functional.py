@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from isthmus._runtime.dtypes import to_jax_dtype
 from isthmus.errors import IsthmusError
 
 Arrays = Mapping[str, Any]
+_one_at_a_time = threading.RLock()
 
 
 def functional(module: nn.Module) -> tuple[dict[str, Any], Apply]:
@@ -81,7 +83,8 @@ class Apply:
             self._check("state", state, dict(self.module.named_buffers()))
 
         def run(params: Any, state: Any, rng: Any, args: Any, kwargs: Any) -> Any:
-            with inside_jax(rng), self.place(), _mode(self.module, train):
+            # The module has its tensors exchanged while it runs, and other threads may want it too.
+            with _one_at_a_time, inside_jax(rng), self.place(), _mode(self.module, train):
                 return self._run(params, state, from_jax(args), from_jax(kwargs))
 
         return on_arrays(run, params, state, rng, args, kwargs)
@@ -89,12 +92,18 @@ class Apply:
     def _run(self, params: Arrays, state: Arrays | None, args: Any, kwargs: Any) -> Any:
         held = self.state if state is None else state
         tensors = {name: self._tensor(name, array) for name, array in {**params, **held}.items()}
-        before = {name: buffer_of(tensors[name]).held for name in held}
+        before = {name: buffer_of(tensor).held for name, tensor in tensors.items()}
         # It puts buffers that the module replaces into the dictionary.
         result = torch.func.functional_call(self.module, tensors, args, kwargs)
+        written = [name for name in before if buffer_of(tensors[name]).held is not before[name]]
+        lost = [name for name in written if name in params]
+        if lost:
+            raise IsthmusError(
+                f"isthmus.functional: the module writes to its parameters ({', '.join(lost)}), which are arguments "
+                f"here and cannot change; make them buffers, or return what is to be written"
+            )
         if state is not None:
             return result, {name: tensors[name] for name in held}
-        written = [name for name in held if buffer_of(tensors[name]).held is not before[name]]
         if written:
             raise IsthmusError(
                 f"isthmus.functional: the module writes to its buffers ({', '.join(written)}), and they are not kept: "

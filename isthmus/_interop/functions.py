@@ -11,10 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from isthmus._device.private import hide_from_dynamo, in_forward_mode
 from isthmus._dynamo.private import nonstrict_trace
 from isthmus._interop import bodies
-from isthmus._interop.arrays import from_jax, to_jax
+from isthmus._interop.arrays import conjugated, from_jax, to_jax
 from isthmus._interop.bodies import Body, Kind, kinds_of
+from isthmus._runtime.compiler import chosen_x64
 from isthmus._runtime.dtypes import to_jax_dtype
 from isthmus._runtime.private import trace_state_clean
 
@@ -34,6 +36,7 @@ def jax_function(function: Function) -> Function:
         border, tensors = calls.of(args, kwargs)
         return border(tensors)
 
+    hide_from_dynamo(call)  # where it breaks its graph, it would look inside
     return functools.wraps(function)(nonstrict_trace(call))
 
 
@@ -64,7 +67,7 @@ class Fixed:
 
     def __init__(self, value: Any) -> None:
         self.value = value
-        self.key = (type(value), repr(value) if isinstance(value, (float, complex)) else value)
+        self.key = (type(value), repr(value) if isinstance(value, (float, complex, np.generic)) else value)
         try:
             hash(self.key)
         except TypeError:
@@ -86,7 +89,7 @@ def _place(leaf: Any) -> Any:
         return None
     if isinstance(leaf, jax.Array):
         return jax.random.key_impl(leaf) if _is_key(leaf) else None
-    return Fixed(leaf)
+    return Fixed(int(leaf) if isinstance(leaf, torch.SymInt) else leaf)
 
 
 def _is_key(array: Any) -> bool:
@@ -123,11 +126,13 @@ class Border:
         self.bodies: dict[Any, Body] = {}
         self.savings: dict[Any, Saving] = {}
         self.gradients: dict[tuple[int, ...], Border] = {}
+        self.tangents: dict[tuple[int, ...], Border] = {}
 
     def __call__(self, tensors: list[Tensor]) -> Any:
         """Return what the function returns, with tensors for arrays."""
-        if torch.is_grad_enabled() and any([t.requires_grad for t in tensors]):
-            saving = self.saving(tuple([n for n, t in enumerate(tensors) if t.requires_grad]), tensors)
+        forward = in_forward_mode()
+        if forward or (torch.is_grad_enabled() and any([t.requires_grad for t in tensors])):
+            saving = self.saving(tuple([n for n, t in enumerate(tensors) if _moves(t, forward)]), tensors)
             return jax.tree.unflatten(saving.spec, _Call.apply(self, saving, *tensors)[: saving.count])
         if not trace_state_clean():  # JAX itself differentiates what it traces
             return from_jax(self.function(*[to_jax(t) for t in tensors]))
@@ -138,20 +143,20 @@ class Border:
 
     def body(self, tensors: Sequence[Tensor]) -> Body:
         """Return the body for tensors like these."""
-        key = kinds_of(tensors)
+        key = (kinds_of(tensors), chosen_x64())
         body = self.bodies.get(key)
         if body is None:
-            body = Body(self.function, key)
+            body = Body(self.function, key[0])
             if body.is_lasting:
                 self.bodies[key] = body
         return body
 
     def saving(self, wanted: tuple[int, ...], tensors: Sequence[Tensor]) -> Saving:
         """Return the body that keeps what the gradient needs, for tensors like these."""
-        key = (wanted, kinds_of(tensors))
+        key = (wanted, kinds_of(tensors), chosen_x64())
         saving = self.savings.get(key)
         if saving is None:
-            saving = Saving(self.function, *key)
+            saving = Saving(self.function, *key[:2])
             if saving.body.is_lasting:
                 self.savings[key] = saving
         return saving
@@ -164,26 +169,50 @@ class Border:
                 arrays, given = values[:count], iter(values[count:])
                 results, pull = _pulled(self.function, wanted, arrays)
                 leaves, spec = jax.tree.flatten(results)
-                return list(pull(jax.tree.unflatten(spec, [_cotangent(leaf, given) for leaf in leaves])))
+                pulled = pull(jax.tree.unflatten(spec, [_cotangent(leaf, given) for leaf in leaves]))
+                return [conjugated(array) for array in pulled]
 
             self.gradients[wanted] = Border(gradient)
         return self.gradients[wanted]
 
+    def tangent(self, at: tuple[int, ...], count: int) -> Border:
+        """Return the derivative as a function of the arrays and of tangents of those at some places."""
+        if at not in self.tangents:
+
+            def tangent(*values: Any) -> list[Any]:
+                arrays = values[:count]
+                primals, given = [arrays[n] for n in at], list(values[count:])
+                _, moved = jax.jvp(_of(self.function, at, arrays), primals, given)
+                return [leaf for leaf in jax.tree.leaves(moved) if leaf.dtype != jax.dtypes.float0]
+
+            self.tangents[at] = Border(tangent)
+        return self.tangents[at]
+
 
 def _pulled(function: Function, wanted: tuple[int, ...], arrays: Sequence[Any]) -> Any:
     """Return the results, and the function that pulls gradients of them back to the arrays that want one."""
+    return jax.vjp(_of(function, wanted, arrays), *[arrays[n] for n in wanted])
+
+
+def _of(function: Function, at: Sequence[int], arrays: Sequence[Any]) -> Function:
+    """Return the function of the arrays at some places alone."""
 
     def of(*varying: Any) -> Any:
         given = list(arrays)
-        for n, value in zip(wanted, varying, strict=True):
+        for n, value in zip(at, varying, strict=True):
             given[n] = value
         return function(*given)
 
-    return jax.vjp(of, *[arrays[n] for n in wanted])
+    return of
 
 
 def _cotangent(leaf: Any, given: Any) -> Any:
-    return next(given) if _varies(leaf.dtype) else np.zeros(leaf.shape, jax.dtypes.float0)
+    return conjugated(next(given)) if _varies(leaf.dtype) else np.zeros(leaf.shape, jax.dtypes.float0)
+
+
+def _moves(tensor: Tensor, forward: bool) -> bool:
+    """Return whether a tensor may have a derivative; in forward mode only its level knows."""
+    return tensor.is_floating_point() or tensor.is_complex() if forward else tensor.requires_grad
 
 
 def _varies(dtype: Any) -> bool:
@@ -217,7 +246,8 @@ class Saving:
                 pull = jax.tree.unflatten(self.pull, values[: len(self.kept)])
                 left = iter(values[len(self.kept) :])
                 results = [jax.ShapeDtypeStruct(shape, to_jax_dtype(dtype)) for shape, dtype in self.results]
-                return list(pull(jax.tree.unflatten(self.spec, [_cotangent(x, left) for x in results])))
+                pulled = pull(jax.tree.unflatten(self.spec, [_cotangent(x, left) for x in results]))
+                return [conjugated(array) for array in pulled]
 
             self._back = Body(back, [*self.kept, *given])
         return self._back
@@ -237,6 +267,7 @@ class _Call(torch.autograd.Function):
         ctx.border, ctx.saving, *tensors = inputs
         pool, ctx.count = [*tensors, *output], len(tensors)
         ctx.save_for_backward(*tensors, *[pool[at] for at in ctx.saving.sources])
+        ctx.save_for_forward(*tensors)
         varies = [*ctx.saving.varies, *[False] * len(output)]
         ctx.mark_non_differentiable(*[t for t, v in zip(output, varies, strict=False) if not v])
 
@@ -253,3 +284,12 @@ class _Call(torch.autograd.Function):
         for n, gradient in zip(saving.wanted, pulled, strict=True):
             found[2 + n] = gradient
         return tuple(found)
+
+    @staticmethod
+    def jvp(ctx: Any, *given: Any) -> Any:
+        tangents = given[2:]
+        at = tuple([n for n, tangent in enumerate(tangents) if tangent is not None])
+        border = ctx.border.tangent(at, ctx.count)
+        moved = iter(border([*ctx.saved_tensors[: ctx.count], *[tangents[n] for n in at]]))
+        results = [next(moved) if varies else None for varies in ctx.saving.varies]
+        return (*results, *[None] * (len(ctx.saving.body.results) - len(results)))

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from isthmus._device import generator
 from isthmus._interop.functions import jax_function
+from isthmus.errors import IsthmusError
 
 _barrier = jax_function(lambda tensors: jax.lax.optimization_barrier(tensors))
 
@@ -27,7 +28,7 @@ def rematerialized(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Let these modules keep their arguments alone, for as long as this block lasts."""
     before = [(module, module.__dict__.get("forward")) for module in modules]
     for module in modules:
-        module.forward = _again(module.forward)
+        module.forward = _again(module)
     try:
         yield
     finally:
@@ -38,59 +39,86 @@ def rematerialized(modules: Sequence[nn.Module]) -> Iterator[None]:
                 module.forward = forward
 
 
-def _again(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _again(module: nn.Module) -> Callable[..., Any]:
     """Return a module's forward that is run once more in backward."""
+    forward = module.forward
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        at = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        shape: list[Any] = []
-
-        def of(*tensors: Tensor) -> tuple[Any, ...]:
-            given = list(leaves)
-            for n, tensor in zip(at, tensors, strict=True):
-                given[n] = tensor
-            args, kwargs = pytree.tree_unflatten(given, spec)
-            found, shape[:] = _flat(forward(*args, **kwargs))
-            return tuple(found)
-
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # torch only asks for gradients of what depends on a tensor that has one; parameters are none of these.
-        found = _Again.apply(of, torch.ones((), device="jax", requires_grad=True), *[leaves[n] for n in at])
-        return pytree.tree_unflatten(list(found), shape[0])
+        call = Call(module, forward, (args, kwargs))
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        found = _Again.apply(call, len(call.tensors), *call.tensors, *parameters)
+        return pytree.tree_unflatten(list(found), call.shape)
 
     return run
 
 
-def _flat(result: Any) -> tuple[list[Any], list[Any]]:
-    leaves, spec = pytree.tree_flatten(result)
-    return leaves, [spec]
+class Call:
+    """One call of a module, and the state of torch in which it was made."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any], given: Any) -> None:
+        self.module, self.forward = module, forward
+        self.leaves, self.spec = pytree.tree_flatten(given)
+        self.at = [n for n, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
+        self.tensors = [self.leaves[n] for n in self.at]
+        for n in self.at:
+            self.leaves[n] = None
+        self.shape: Any = None
+        self.random = generator.get_state()
+        self.cast = torch.is_autocast_enabled("jax"), torch.get_autocast_dtype("jax")
+
+    def run(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+        """Return what the module returns, flat."""
+        given = list(self.leaves)
+        for n, tensor in zip(self.at, tensors, strict=True):
+            given[n] = tensor
+        args, kwargs = pytree.tree_unflatten(given, self.spec)
+        found, self.shape = pytree.tree_flatten(self.forward(*args, **kwargs))
+        return tuple(found)
+
+    @contextlib.contextmanager
+    def again(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Any, ...]]:
+        """Run once more, with the same random numbers; buffers are written to only for the time of this block."""
+        enabled, dtype = self.cast
+        now, buffers = generator.get_state(), [(b, b.clone()) for b in self.module.buffers()]
+        generator.set_state(self.random)
+        with torch.enable_grad(), torch.autocast("jax", dtype=dtype, enabled=enabled):
+            found = self.run(tensors)
+        generator.set_state(now)
+        yield found
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
 
 
 class _Again(torch.autograd.Function):
-    """A function that is run without gradients, and in backward once more with them."""
+    """A call that is made without gradients, and in backward once more with them."""
 
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Any], anchor: Tensor, *tensors: Tensor) -> Any:
-        ctx.function, ctx.random = function, generator.get_state()
-        ctx.save_for_backward(*tensors)
+    def forward(ctx: Any, call: Call, count: int, *tensors: Tensor) -> Any:
+        ctx.call, ctx.parameters = call, tensors[count:]
+        ctx.save_for_backward(*tensors[:count])
+        call.tensors = []  # saved above
         with torch.no_grad():
-            return function(*tensors)
+            return call.run(tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *given: Any) -> Any:  # type: ignore[override]
-        needs = ctx.needs_input_grad[2:]
-        behind = _barrier([*ctx.saved_tensors, *[g for g in given if g is not None]])
+        if torch.is_grad_enabled():
+            raise IsthmusError("train_step: a rematerialized module cannot be differentiated twice")
+        saved = ctx.saved_tensors
+        needs = ctx.needs_input_grad[2 : 2 + len(saved)]
+        behind = _barrier([*saved, *[g for g in given if g is not None]])
         tensors = [t.detach().requires_grad_(n) for t, n in zip(behind, needs, strict=False)]
         gradients = iter(behind[len(tensors) :])
-        now = generator.get_state()
-        generator.set_state(ctx.random)
-        with torch.enable_grad():
-            results = ctx.function(*tensors)
-        generator.set_state(now)
-        pairs = [(r, None if g is None else next(gradients)) for r, g in zip(results, given, strict=True)]
-        wanted = [(r, g) for r, g in pairs if isinstance(r, Tensor) and r.requires_grad and g is not None]
-        torch.autograd.backward([r for r, _ in wanted], [g for _, g in wanted])
-        return None, None, *[t.grad if n else None for t, n in zip(tensors, needs, strict=True)]
+        wanted = [*[t for t in tensors if t.requires_grad], *ctx.parameters]
+        with ctx.call.again(tensors) as results:
+            pairs = [(r, None if g is None else next(gradients)) for r, g in zip(results, given, strict=True)]
+            ends = [(r, g) for r, g in pairs if isinstance(r, Tensor) and r.requires_grad and g is not None]
+            pulled = torch.autograd.grad(
+                [r for r, _ in ends], wanted, [g for _, g in ends], allow_unused=True
+            )
+        found = iter(pulled)
+        return None, None, *[next(found) if n else None for n in needs], *found

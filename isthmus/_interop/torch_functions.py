@@ -68,8 +68,12 @@ def on_arrays(function: Function, *args: Any) -> Any:
 def inside_jax(rng: Any) -> Iterator[None]:
     """Run torch code as JAX needs it: on this thread, with random numbers from a key."""
     # Autograd's own threads know nothing of the trace on this one.
-    with torch.autograd.set_multithreading_enabled(False), generator.drawing_from(_words(rng)), respected():
+    with torch.autograd.set_multithreading_enabled(False), _draws(rng), respected():
         yield
+
+
+def _draws(rng: Any) -> contextlib.AbstractContextManager[None]:
+    return generator.drawing_from(_words(rng), is_traced([rng]))
 
 
 def _words(rng: Any) -> Callable[[int], Any]:

@@ -30,8 +30,8 @@ def train_step(
     """Return a function of a batch that trains the model one step, as one program, and returns the loss.
 
     ``loss_fn(model, *batch)`` returns the loss, or a tuple that begins with it. With ``accumulate`` the batch is split
-    along its first dimension into so many parts, whose gradients are averaged. Modules in ``remat``, or of classes
-    there, keep their arguments alone for backward and compute the rest again.
+    along its first dimension into so many parts, whose gradients and losses are averaged. Modules in ``remat``, or of
+    classes there, keep their arguments alone for backward and compute the rest again.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
@@ -61,6 +61,11 @@ def _step(
         with rematerialized(chosen):
             found = loss_fn(model, *some, **named)
             loss = found[0] if isinstance(found, tuple) else found
+            if not isinstance(loss, Tensor):
+                raise TypeError(
+                    f"train_step: loss_fn returned a {type(loss).__name__}; it must return the loss, or a tuple that "
+                    f"begins with it"
+                )
             (loss / accumulate if accumulate > 1 else loss).backward()
         parts.append(pytree.tree_map(_detached, found))
     optimizer.step()
@@ -74,10 +79,12 @@ def _detached(value: Any) -> Any:
 
 
 def _average(*values: Any) -> Any:
-    """Return the mean of what the parts of a batch gave: a number for all, or the results of all."""
+    """Return what the parts of a batch gave as one: the mean of numbers, the sum of integers, tensors in a row."""
     if not isinstance(values[0], Tensor):
         return values[0]
-    return torch.stack(values).mean(0) if values[0].dim() == 0 else torch.cat(values)
+    if values[0].dim():
+        return torch.cat(values)
+    return torch.stack(values).mean(0) if values[0].is_floating_point() else torch.stack(values).sum(0)
 
 
 def _split(batch: Any, count: int) -> list[Any]:

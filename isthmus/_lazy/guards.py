@@ -11,6 +11,8 @@ from isthmus._lazy.roots import Roots
 
 _PLAIN = (bool, int, float, complex, str, tuple, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class Guard:
@@ -26,6 +28,7 @@ class Guard:
         self.buffers = [(t, _buffer(t), _layout(t)) for t in tensors if _is_ours(t)]
         self.parameters = roots.parameters()
         self.empty = [p.grad is None for p in self.parameters]
+        self.hooks = [_hooks(p, _TENSOR_HOOKS) for p in self.parameters]
 
     def narrow(self, used: set[int]) -> None:
         """Forget the tensors, in places of their own, whose buffers were not used: others may take their places."""
@@ -38,6 +41,8 @@ class Guard:
     def holds(self, roots: Roots) -> bool:
         """Return whether everything is as it was, gradients there or not included."""
         if [p.grad is None for p in self.parameters] != self.empty:
+            return False
+        if [_hooks(p, _TENSOR_HOOKS) for p in self.parameters] != self.hooks:
             return False
         return self.changed(roots) == ""
 
@@ -74,15 +79,22 @@ def _same(now: dict[str, Any], before: dict[str, Any]) -> bool:
         return False  # a tensor took the place of another, and they were compared by their elements
 
 
-def _held(module: nn.Module) -> list[int]:
+def _held(module: nn.Module) -> list[Any]:
     parts = (module._parameters, module._buffers, module._modules)
-    return [*[id(v) for part in parts for v in part.values()], *[len(getattr(module, h)) for h in _HOOKS]]
+    return [*[id(v) for part in parts for v in part.values()], *_hooks(module, _HOOKS)]
+
+
+def _hooks(owner: Any, names: tuple[str, ...]) -> list[Any]:
+    return [hook for name in names for hook in (getattr(owner, name) or {}).values()]
 
 
 def _settings(optimizer: Optimizer) -> list[Any]:
     return [
-        [_identity(value) if name != "params" else [*map(id, value)] for name, value in group.items()]
-        for group in optimizer.param_groups
+        _hooks(optimizer, _STEP_HOOKS),
+        *[
+            [_identity(value) if name != "params" else [*map(id, value)] for name, value in group.items()]
+            for group in optimizer.param_groups
+        ],
     ]
 
 
