@@ -670,9 +670,9 @@ def test_hooks_added_and_exchanged_later(kind: str) -> None:
         if kind == "tensor":
             return net.weight.register_hook(lambda g: g * factor)
         if kind == "accumulated":
-            return net.weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(factor))
+            return net.weight.register_post_accumulate_grad_hook(lambda p: (p.grad.mul_(factor), None)[1])
         if kind == "optimizer":
-            return optimizer.register_step_pre_hook(lambda *_: net.weight.grad.mul_(factor))
+            return optimizer.register_step_pre_hook(lambda *_: (net.weight.grad.mul_(factor), None)[1])
         return net.register_forward_hook(lambda m, args, out: out * factor)
 
     found = []

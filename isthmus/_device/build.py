@@ -184,8 +184,8 @@ class Builder:
         assemble = self.assembler()
         if len(makers) == 1 and len(self.fresh) == 1 and assemble is only and verify is None:
             return _single(call, makers[0], specs[0], self.traced)
-        if len(makers) == len(self.fresh) and assemble is tuple and verify is None:
-            return lambda inputs, values: tuple(
+        if len(makers) == len(self.fresh) and assemble in (tuple, list) and verify is None:
+            return lambda inputs, values: assemble(
                 [make(o) for make, o in zip(makers, call(*inputs), strict=True)]
             )
         present = [spec is not None for spec in self.fresh]

@@ -119,16 +119,18 @@ def _flex_attention_autocast(*args: Any) -> Any:
         return flex_attention(*given, *args[3:])
 
 
-_PLAIN: list[Any] = []
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def are_plain(tensors: list[torch.Tensor]) -> bool:
     """Return whether an op on these would go straight to the kernel of "jax", gradients aside."""
-    if not _PLAIN:
-        _PLAIN.append(torch._C._dispatch_keys(empty_tensor((), torch.float32)))
-    plain, keys = _PLAIN[0], torch._C._dispatch_keys
-    # Fake, wrapped, conjugated tensors and those of other devices have other keys.
-    return not torch._C._len_torch_dispatch_stack() and all([keys(t) == plain for t in tensors])
+    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+        return False
+    for t in tensors:
+        elsewhere = type(t) not in _PLAIN or t.is_cpu or t.is_cuda or t.is_meta
+        if elsewhere or t.is_conj() or t.is_neg():
+            return False
+    return True
 
 
 def container_of(kind: type) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]] | None:

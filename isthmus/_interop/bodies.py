@@ -45,6 +45,7 @@ class Body:
         with precision_of(examples):
             self.jaxpr, found = jax.make_jaxpr(function, return_shape=True)(*examples)
         leaves, self.spec = jax.tree.flatten(found)
+        self.is_single = jax.tree_util.treedef_is_leaf(self.spec)
         self.results: list[Kind] = [(tuple(leaf.shape), to_torch_dtype(leaf.dtype)) for leaf in leaves]
         self.run: Callable[..., list[Any]] = jaxpr_as_fun(self.jaxpr)
         self.examples = examples
@@ -92,7 +93,12 @@ def _is_wide(dtype: Any) -> bool:
 
 def kinds_of(tensors: Sequence[Tensor]) -> tuple[Kind, ...]:
     """Return shapes and dtypes; a size that torch.compile took for dynamic becomes the one it is."""
-    return tuple([(tuple([int(n) for n in t.shape]), t.dtype) for t in tensors])
+    kinds: Any = tuple([(t.shape, t.dtype) for t in tensors])
+    try:
+        hash(kinds)
+    except TypeError:
+        kinds = tuple([(tuple(map(int, shape)), dtype) for shape, dtype in kinds])
+    return kinds
 
 
 def body_of(number: int) -> Body:

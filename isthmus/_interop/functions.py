@@ -50,14 +50,17 @@ class Calls:
     def of(self, args: Any, kwargs: Any) -> tuple[Border, list[Tensor]]:
         """Return the function of the arrays alone, and the arrays, as tensors."""
         leaves, spec = jax.tree.flatten((args, kwargs))
-        places = tuple([_place(leaf) for leaf in leaves])
+        places = tuple([None if isinstance(leaf, Tensor) else _place(leaf) for leaf in leaves])
         border = self.borders.get((spec, places))
         if border is None:
             if len(self.borders) >= _LIMIT:
                 self.borders.clear()
             border = self.borders[(spec, places)] = Border(_opened(self.function, spec, places))
-        pairs = zip(leaves, places, strict=True)
-        return border, [_tensor(leaf) for leaf, place in pairs if type(place) is not Fixed]
+        return border, [
+            leaf if place is None and isinstance(leaf, Tensor) else _tensor(leaf)
+            for leaf, place in zip(leaves, places, strict=True)
+            if type(place) is not Fixed
+        ]
 
 
 class Fixed:
@@ -85,7 +88,7 @@ class Fixed:
 
 def _place(leaf: Any) -> Any:
     """Return how an argument reaches the function: as an array (None), as a key of some kind, or fixed."""
-    if isinstance(leaf, Tensor) or isinstance(leaf, np.ndarray):  # noqa: SIM101  # half the time for a tensor
+    if isinstance(leaf, (Tensor, np.ndarray)):
         return None
     if isinstance(leaf, jax.Array):
         return jax.random.key_impl(leaf) if _is_key(leaf) else None
@@ -139,7 +142,8 @@ class Border:
         if not tensors:  # torch knows by a tensor where an op runs
             tensors = [torch.zeros((), device="jax")]
         body = self.body(tensors)
-        return jax.tree.unflatten(body.spec, bodies.call(body, tensors))
+        found = bodies.call(body, tensors)
+        return found[0] if body.is_single else jax.tree.unflatten(body.spec, found)
 
     def body(self, tensors: Sequence[Tensor]) -> Body:
         """Return the body for tensors like these."""
