@@ -39,9 +39,10 @@ test-all: lint ## lint, then every test: torch's databases in full, into build/c
 docs: venv ## write docs/ops.md from the registry
 	$(BIN)/python docs/make_ops.py
 
-bench: venv ## what importing, dispatching and compiled models cost
+bench: venv ## what importing, dispatching, crossing to JAX and compiled models cost
 	-$(BIN)/python benchmarks/import.py
 	-$(BIN)/python benchmarks/dispatch.py
+	-$(BIN)/python benchmarks/interop.py
 	$(BIN)/python benchmarks/compile.py
 
 clean: ## remove what the other targets made

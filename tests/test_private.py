@@ -151,3 +151,69 @@ def test_cudnn_attention_is_where_it_is_looked_for() -> None:
     assert cudnn.AttentionLayout.BTNH.value == 0
     assert callable(cudnn.dot_product_attention)
     assert cudnn._dot_product_attention_bwd_p_wrapper.name == "dot_product_attention_bwd_wrapper"
+
+
+def test_plain_tensors_are_told_from_others() -> None:
+    x = torch.ones(2).to("jax")
+    assert torch_private.are_plain([x, torch.nn.Parameter(x), x[1:]])
+    assert not torch_private.are_plain([torch.ones(2)])
+    assert not torch_private.are_plain([x, x.to(torch.complex64).conj()])
+    assert not torch_private.are_plain([x.to(torch.complex64).conj().imag])
+    seen = []
+    torch.func.vmap(lambda t: (seen.append(torch_private.are_plain([t])), t)[1])(x)
+    with torch._subclasses.FakeTensorMode() as mode:
+        seen.append(torch_private.are_plain([mode.from_tensor(x)]))
+    assert seen == [False, False]
+
+
+def test_autograd_sees_what_a_kernel_calls() -> None:
+    x = torch.ones(2).to("jax").requires_grad_()
+    with torch_private.below_autograd():
+        assert not x.sin().requires_grad
+        with torch_private.above_autograd():
+            y = x.sin()
+            (gradient,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(gradient, x.detach().cos())
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch_private.above_autograd():
+        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.bfloat16
+    with torch_private.above_autograd():
+        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.float32
+
+
+def test_forward_mode_is_noticed() -> None:
+    seen = [torch_private.in_forward_mode()]
+    with torch.autograd.forward_ad.dual_level():
+        seen.append(torch_private.in_forward_mode())
+    torch.func.jvp(
+        lambda x: (seen.append(torch_private.in_forward_mode()), x)[1], (torch.ones(2),), (torch.ones(2),)
+    )
+    assert seen == [False, True, True]
+
+
+def test_containers_of_torchs_pytrees() -> None:
+    import collections
+
+    flatten, unflatten = torch_private.container_of(collections.deque) or (None, None)
+    assert flatten is not None
+    items, rest = flatten(collections.deque([1, 2]))
+    assert unflatten(rest, items) == collections.deque([1, 2])
+    assert torch_private.container_of(torch.Tensor) is None
+
+
+def test_dead_code_leaves_a_jaxpr() -> None:
+    def with_dead_code(x: jax.Array, y: jax.Array) -> jax.Array:
+        jnp.sin(x)
+        return x + y
+
+    jaxpr = jax.make_jaxpr(with_dead_code)(1.0, 2.0).jaxpr
+    left = jax_private.without_dead_code(jaxpr)
+    assert [str(equation.primitive) for equation in left.eqns] == ["add"]
+    assert len(left.invars) == 2
+
+
+def test_functions_dynamo_does_not_look_into() -> None:
+    from isthmus._dynamo.private import nonstrict_trace
+
+    opaque = nonstrict_trace(lambda x: x * float(str(2)))
+    compiled = torch.compile(lambda x: opaque(x) + 1, backend="aot_eager", fullgraph=True)
+    assert compiled(torch.ones(2)).tolist() == [3, 3]
