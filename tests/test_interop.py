@@ -6,6 +6,8 @@ import contextlib
 import gc
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,6 +52,62 @@ def test_a_write_never_changes_what_the_other_side_holds(write: Any, lazy: bool)
             np.testing.assert_array_equal(np.asarray(array), np.arange(6.0).reshape(2, 3))
     finally:
         isthmus.set_mode("eager")
+
+
+VIEWS: list[Any] = [
+    lambda t: t,
+    lambda t: t[1:],
+    lambda t: t.t(),
+    lambda t: t.view(-1)[::2],
+    lambda t: t[:, 1],
+]
+WRITES: list[Any] = [
+    lambda t: t.add_(1),
+    lambda t: t.mul_(t),
+    lambda t: t.fill_(3),
+    lambda t: t.copy_(t.flip(0)),
+    lambda t: torch.add(t, 2, out=t),
+    lambda t: t.index_fill_(0, torch.tensor([0], device="jax"), 7),
+]
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["write", "hold", "adopt", "jit"]), st.integers(0, 4), st.integers(0, 5)),
+    min_size=1,
+    max_size=12,
+)
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
+@hypothesis.settings(max_examples=40, deadline=None, derandomize=True)
+@hypothesis.given(steps=STEPS)
+def test_arrays_that_are_held_never_change(lazy: bool, steps: list[tuple[str, int, int]]) -> None:
+    x, want = torch.arange(12.0).reshape(3, 4).to("jax"), torch.arange(12.0).reshape(3, 4)
+    held: list[tuple[Any, Any]] = []
+    isthmus.set_mode("lazy" if lazy else "eager")
+    try:
+        for kind, view, write in steps:
+            if kind == "hold":
+                array = isthmus.to_jax(VIEWS[view](x))
+                held.append((array, np.array(array)))
+            elif kind == "adopt":
+                array = isthmus.to_jax(x)
+                x = isthmus.from_jax(array)
+                held.append((array, np.array(array)))
+            else:
+                change = WRITES[write]
+                (isthmus.jit(change) if kind == "jit" else change)(VIEWS[view](x))
+                _on_the_cpu(change, VIEWS[view](want))
+        np.testing.assert_array_equal(x.cpu(), want)
+        for array, before in held:
+            np.testing.assert_array_equal(array, before)
+    finally:
+        isthmus.set_mode("eager")
+
+
+def _on_the_cpu(change: Any, tensor: torch.Tensor) -> None:
+    if change is WRITES[5]:
+        tensor.index_fill_(0, torch.tensor([0]), 7)
+    else:
+        change(tensor)
 
 
 def test_views_show_their_elements() -> None:

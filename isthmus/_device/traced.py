@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from isthmus._device.buffer import buffer_of
 from isthmus._device.private import below_autograd, in_backward, in_traced_backward
 
 
@@ -24,7 +23,8 @@ def allclose(
 
 
 def _is_traced(tensor: Tensor) -> bool:
-    return tensor.device.type == "jax" and buffer_of(tensor).signature.traced
+    buffer = getattr(tensor.untyped_storage(), "_buffer", None)
+    return buffer is not None and buffer.signature.traced
 
 
 AUTOGRAD_KERNELS = {"allclose": allclose}

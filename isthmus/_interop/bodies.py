@@ -45,7 +45,7 @@ class Body:
         with precision_of(examples):
             self.jaxpr, found = jax.make_jaxpr(function, return_shape=True)(*examples)
         leaves, self.spec = jax.tree.flatten(found)
-        self.is_single = jax.tree_util.treedef_is_leaf(self.spec)
+        self.is_single = len(leaves) == 1 and jax.tree_util.treedef_is_leaf(self.spec)
         self.results: list[Kind] = [(tuple(leaf.shape), to_torch_dtype(leaf.dtype)) for leaf in leaves]
         self.run: Callable[..., list[Any]] = jaxpr_as_fun(self.jaxpr)
         self.examples = examples

@@ -93,6 +93,12 @@ class Call:
                 buffer.copy_(before)
 
 
+def _together(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return gradients that are all computed before any is used: what they are computed of is not kept for later."""
+    there = iter(_barrier([t for t in tensors if t is not None]))
+    return [None if t is None else next(there) for t in tensors]
+
+
 class _Again(torch.autograd.Function):
     """A call that is made without gradients, and in backward once more with them."""
 
@@ -120,5 +126,5 @@ class _Again(torch.autograd.Function):
             pulled = torch.autograd.grad(
                 [r for r, _ in ends], wanted, [g for _, g in ends], allow_unused=True
             )
-        found = iter(pulled)
+        found = iter(_together(pulled))
         return None, None, *[next(found) if n else None for n in needs], *found
