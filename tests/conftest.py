@@ -1,6 +1,9 @@
 """Shared by every test: compilation is cheap, a fall to the CPU is an error unless a test says otherwise."""
 
+import gc
+import itertools
 import os
+from pathlib import Path
 
 # XLA's optimiser dominates these runs and changes no result that torch promises.
 os.environ.setdefault(
@@ -14,6 +17,8 @@ import torch
 import isthmus
 
 pytest_plugins = ["tests.conformance.table"]
+_MOST_MAPS = 25_000
+_tests = itertools.count(1)
 
 
 @pytest.fixture(autouse=True)
@@ -25,21 +30,34 @@ def strict_fallback():
     yield
     isthmus.config.fallback = before
     isthmus.config.check_indices = "auto"
+    if next(_tests) % 20 == 0 and _maps() > _MOST_MAPS:
+        _drop_programs()
 
 
 @pytest.fixture
 def limit(strict_fallback, request):
     """Let ops fall to the CPU, since the test counts those that do; return how many samples to run."""
     isthmus.config.fallback = "cpu"
-    _drop_programs()
     return request.config.getoption("--samples")
 
 
-def _drop_programs() -> None:
-    """Forget compiled programs once there are many: an executable holds memory maps, which are limited."""
-    from isthmus._device import dispatch
+def _maps() -> int:
+    """Return how many memory maps the process has; Linux allows 65,530, and an executable of XLA's takes several."""
+    maps = Path("/proc/self/maps")
+    return maps.read_bytes().count(b"\n") if maps.exists() else 0
 
-    kernels = [k for k in dispatch._kernels.values() if isinstance(k, dispatch.Kernel)]
-    if sum(len(k.plans) for k in kernels) > 2000:
-        for kernel in kernels:
+
+def _drop_programs() -> None:
+    """Forget every compiled program that can be compiled again."""
+    import jax
+
+    from isthmus._device import dispatch
+    from isthmus._lazy import programs
+
+    for kernel in dispatch._kernels.values():
+        if isinstance(kernel, dispatch.Kernel):
             kernel.plans.clear()
+    programs._families.clear()
+    torch._dynamo.reset()
+    jax.clear_caches()
+    gc.collect()
