@@ -58,11 +58,11 @@ def plans(op: OpInfo) -> Iterator[tuple[str, torch.dtype]]:
 
 
 def parameters() -> Iterator[Any]:
-    """Yield the tests: of each entry's about a twelfth, others for the next entry, are not slow."""
+    """Yield the tests: of each entry's about a sixteenth, others for the next entry, are not slow."""
     for place, op in enumerate(sorted(op_db, key=name_of)):
         for turn, (kind, dtype) in enumerate(plans(op)):
             entry = Entry("op_db", name_of(op), kind, str(dtype).removeprefix("torch."))
-            marks = [] if (place + turn) % 12 == 0 else [pytest.mark.slow]
+            marks = [] if (place + turn) % 16 == 0 else [pytest.mark.slow]
             yield pytest.param(op, dtype, entry, id=str(entry), marks=marks)
 
 
