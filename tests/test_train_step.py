@@ -176,6 +176,14 @@ def test_remat_under_autocast_and_with_gradients_inside() -> None:
     np.testing.assert_allclose(*found, rtol=1e-3)
 
 
+def test_a_module_may_be_named_twice() -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    step = isthmus.train_step(net, loss_fn, optimizer, remat=[Block, net[1]])
+    want = by_hand(model(), torch.optim.SGD(net.parameters(), 0.0), 1)
+    np.testing.assert_allclose(step(X.to("jax"), Y.to("jax")).item(), want[0], rtol=1e-5)
+
+
 def program(step: Any) -> Any:
     """Return the program of a step, which has been recorded once."""
     ((capture,),) = step.captures.values()

@@ -137,7 +137,7 @@ class Call:
         with _recording(), linear():
             results = flatten(self.op(*args, **kwargs))
             pairs = [
-                (results[n], wrap(_conjugated(g)))
+                (results[n], wrap(conjugated(g)))
                 for n, g in zip(outs, given, strict=True)
                 if results[n].requires_grad
             ]
@@ -146,7 +146,7 @@ class Call:
             ends, gradients = zip(*pairs, strict=True)
             found = torch.autograd.grad(ends, wanted, gradients, allow_unused=True)
         return [
-            jnp.zeros_like(primals[n]) if g is None else _conjugated(to_arrays(g))
+            jnp.zeros_like(primals[n]) if g is None else conjugated(to_arrays(g))
             for n, g in zip(varying, found, strict=True)
         ]
 
@@ -164,7 +164,7 @@ def _still(result: Array | None) -> Any:
     return np.zeros(result.shape, jax.dtypes.float0)
 
 
-def _conjugated(array: Array) -> Array:
+def conjugated(array: Array) -> Array:
     """Return a gradient in the other library's convention: torch's is the conjugate of JAX's."""
     return array.conj() if jnp.issubdtype(array.dtype, jnp.complexfloating) else array
 

@@ -47,9 +47,14 @@ def hide_from_dynamo(function: Any) -> None:
 
 def in_traced_backward(*tensors: torch.Tensor) -> bool:
     """Return whether a backward formula of torch's is being traced, on tensors without values."""
+    return any([is_fake(tensor) for tensor in tensors]) and in_backward()
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor stands for another while a graph is traced."""
     from torch._subclasses.fake_tensor import FakeTensor
 
-    return any([isinstance(tensor, FakeTensor) for tensor in tensors]) and in_backward()
+    return isinstance(tensor, FakeTensor)
 
 
 def in_backward() -> bool:

@@ -70,8 +70,3 @@ def _here(array: Any) -> Any:
             f"with jax.device_put(array, jax.devices()[0])"
         )
     return array if devices == {default_device()} else jax.device_put(array, default_device())
-
-
-def conjugated(array: Any) -> Any:
-    """Return a gradient in the other library's convention: torch's is the conjugate of JAX's."""
-    return array.conj() if jax.numpy.issubdtype(array.dtype, jax.numpy.complexfloating) else array

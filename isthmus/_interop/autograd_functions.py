@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from isthmus._device.buffer import buffer_of
-from isthmus._interop.arrays import conjugated, from_jax, to_jax
+from isthmus._device.derivatives import conjugated
+from isthmus._interop.arrays import from_jax, to_jax
 from isthmus.errors import IsthmusError
 
 _original = Function.__dict__["apply"]

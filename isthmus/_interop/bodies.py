@@ -21,7 +21,7 @@ from torch import Tensor
 
 from isthmus._device import mode
 from isthmus._device.dispatch import kernel_for
-from isthmus._device.private import are_plain
+from isthmus._device.private import are_plain, is_fake
 from isthmus._dynamo import crossing
 from isthmus._graph.layout import contiguous_strides
 from isthmus._ops.registry import lowering
@@ -115,7 +115,7 @@ def body_of(number: int) -> Body:
 def _on_meta(inputs: list[Tensor], body: int) -> list[Tensor]:
     found = body_of(body)
     device = next(t.device for t in inputs)
-    if isinstance(inputs[0], torch._subclasses.FakeTensor):
+    if is_fake(inputs[0]):
         _in_graphs[body] = found
     return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in found.results]
 

@@ -11,11 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from isthmus._device.derivatives import conjugated
 from isthmus._device.private import hide_from_dynamo, in_forward_mode
 from isthmus._dynamo.private import nonstrict_trace
 from isthmus._interop import bodies
-from isthmus._interop.arrays import conjugated, from_jax, to_jax
+from isthmus._interop.arrays import from_jax, to_jax
 from isthmus._interop.bodies import Body, Kind, kinds_of
+from isthmus._interop.wide import partial_at
 from isthmus._runtime.compiler import chosen_x64
 from isthmus._runtime.dtypes import to_jax_dtype
 from isthmus._runtime.private import trace_state_clean
@@ -57,7 +59,7 @@ class Calls:
                 self.borders.clear()
             border = self.borders[(spec, places)] = Border(_opened(self.function, spec, places))
         return border, [
-            leaf if place is None and isinstance(leaf, Tensor) else _tensor(leaf)
+            leaf if isinstance(leaf, Tensor) else _tensor(leaf)
             for leaf, place in zip(leaves, places, strict=True)
             if type(place) is not Fixed
         ]
@@ -100,8 +102,6 @@ def _is_key(array: Any) -> bool:
 
 
 def _tensor(leaf: Any) -> Tensor:
-    if isinstance(leaf, Tensor):
-        return leaf
     return from_jax(jax.random.key_data(leaf) if isinstance(leaf, jax.Array) and _is_key(leaf) else leaf)
 
 
@@ -186,7 +186,7 @@ class Border:
             def tangent(*values: Any) -> list[Any]:
                 arrays = values[:count]
                 primals, given = [arrays[n] for n in at], list(values[count:])
-                _, moved = jax.jvp(_of(self.function, at, arrays), primals, given)
+                _, moved = jax.jvp(partial_at(self.function, at, arrays), primals, given)
                 return [leaf for leaf in jax.tree.leaves(moved) if leaf.dtype != jax.dtypes.float0]
 
             self.tangents[at] = Border(tangent)
@@ -195,19 +195,7 @@ class Border:
 
 def _pulled(function: Function, wanted: tuple[int, ...], arrays: Sequence[Any]) -> Any:
     """Return the results, and the function that pulls gradients of them back to the arrays that want one."""
-    return jax.vjp(_of(function, wanted, arrays), *[arrays[n] for n in wanted])
-
-
-def _of(function: Function, at: Sequence[int], arrays: Sequence[Any]) -> Function:
-    """Return the function of the arrays at some places alone."""
-
-    def of(*varying: Any) -> Any:
-        given = list(arrays)
-        for n, value in zip(at, varying, strict=True):
-            given[n] = value
-        return function(*given)
-
-    return of
+    return jax.vjp(partial_at(function, wanted, arrays), *[arrays[n] for n in wanted])
 
 
 def _cotangent(leaf: Any, given: Any) -> Any:

@@ -40,7 +40,7 @@ def train_step(
         )
     _count_on_device(optimizer)
     _start(optimizer)
-    chosen = list(_chosen(model, remat))
+    chosen = list(dict.fromkeys(_chosen(model, remat)))
     # As a partial function, so that jit finds what belongs to the step.
     record.install()
     return Jitted(functools.partial(_step, model, loss_fn, optimizer, accumulate, chosen), True, ())

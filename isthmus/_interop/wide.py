@@ -76,7 +76,9 @@ def _jvp(primals: Sequence[Array], tangents: Sequence[Any], *, jaxpr: ClosedJaxp
     linear: list[Any] = []
 
     def forward(*arrays: Array) -> list[Array]:
-        results, derivative = jax.linearize(_of(jaxpr, at, arrays), *[arrays[n] for n in at])
+        results, derivative = jax.linearize(
+            partial_at(jaxpr_as_fun(jaxpr), at, arrays), *[arrays[n] for n in at]
+        )
         kept, spec = jax.tree.flatten(derivative)
         linear[:] = [spec, [abstract(array) for array in kept]]
         return [*results, *[_halved(array) for array in kept]]
@@ -102,14 +104,14 @@ def _tangent(result: Array, moved: Iterator[Array]) -> Any:
     return ad.Zero(jax.core.ShapedArray(result.shape, jax.dtypes.float0))
 
 
-def _of(jaxpr: ClosedJaxpr, at: Sequence[int], arrays: Sequence[Array]) -> Function:
+def partial_at(function: Function, at: Sequence[int], arrays: Sequence[Array]) -> Function:
     """Return the function of the arrays at some places alone."""
 
-    def of(*varying: Array) -> list[Array]:
+    def of(*varying: Array) -> Any:
         given = list(arrays)
         for n, value in zip(at, varying, strict=True):
             given[n] = value
-        return jaxpr_as_fun(jaxpr)(*given)
+        return function(*given)
 
     return of
 
@@ -135,7 +137,7 @@ def _transpose(cotangents: Sequence[Any], *arrays: Any, jaxpr: ClosedJaxpr) -> A
     def pull(*values: Array) -> list[Array]:
         left = iter(values[: len(known)])
         whole = [None if n in at else next(left) for n in range(len(arrays))]
-        back = jax.linear_transpose(_of(jaxpr, at, whole), *kinds)
+        back = jax.linear_transpose(partial_at(jaxpr_as_fun(jaxpr), at, whole), *kinds)
         return list(back(list(values[len(known) :])))
 
     found = iter(_bind(pull, [*known, *given]))
