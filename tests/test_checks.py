@@ -13,7 +13,7 @@ from isthmus._device import checks
 def restored(strict_fallback: None):
     yield
     isthmus.config.check_indices = "auto"
-    checks._pending.clear()
+    checks.forget()
 
 
 def _bad() -> torch.Tensor:

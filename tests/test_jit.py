@@ -27,7 +27,7 @@ from tests.test_fallback import library
 @pytest.fixture(autouse=True)
 def clean(strict_fallback: None) -> Iterator[None]:
     yield
-    checks._pending.clear()
+    checks.forget()
     assert isthmus.mode() == "eager"
 
 

@@ -35,7 +35,7 @@ def lazily(strict_fallback: None) -> Iterator[None]:
     isthmus.config.check_indices = "auto"  # as it is for users; strict_fallback resets it
     with isthmus.lazy():
         yield
-        checks._pending.clear()
+        checks.forget()
 
 
 @contextlib.contextmanager

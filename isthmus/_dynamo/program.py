@@ -104,26 +104,28 @@ class Specialization:
         index = iter(range(len(inputs)))
         self.slots = [_slot(arg, index) for arg in args]
         self.symbols = Symbols(program.placeholders, args)
-        self.examples = [compiler.abstract(value) for value in inputs]
+        self.conditions = checks.Conditions()
+        self.examples = [compiler.abstract(value) for value in [*inputs, self.conditions.before()]]
         self.local = [isinstance(a, Tensor) and a.device.type == "jax" for a in args]
         # Targets on one storage are written one after another; each group of them is one output. A tensor of another
         # device arrives as an array of its own.
         storages = [args[at].untyped_storage()._cdata if self.local[at] else (at,) for at in program.targets]
         self.groups = [storages.index(storage) for storage in storages]
         self.order = list(dict.fromkeys(self.groups))
-        self.errors: list[tuple[type[Exception], str]] = []
         self.returns = Returns(program.module, program.placeholders, args, self.symbols)
 
-    def compute(self, *inputs: Any) -> tuple[Any, ...]:
-        """Compute rewritten storages, new storages, then the conditions lowerings require."""
+    def compute(self, *given: Any) -> tuple[Any, ...]:
+        """Compute rewritten storages, new storages, then which condition of a lowering failed first."""
         program = self.program
+        *inputs, before = given
         words = inputs[-1] if program.draw is not None else None
         run = Evaluation(program.module, self.symbols, words, self._storages(inputs))
         with collecting() as found:
             run.run([_fill(slot, inputs) for slot in self.slots])
-        self.errors = found.errors
+        self.conditions.errors = found.errors
+        failed = [found.first_failed(before)] if found.errors else []
         # Rewritten storages come first: XLA gives donated memory to the first result that fits it.
-        return (*self._written(run.written, inputs), *self.returns.arrays(run.values), *found.flags)
+        return (*self._written(run.written, inputs), *self.returns.arrays(run.values), *failed)
 
     def _storages(self, inputs: Sequence[Any]) -> dict[Node, Callable[[Any, Any, Any], Any]]:
         """Return for each tensor argument how strides are read from its whole storage."""
@@ -161,7 +163,8 @@ class Specialization:
         call = record.compile(self, donated)
         written, wrap = len(targets), self.returns.wrapper()
         rebind = _rebinder(targets, [self.slots[at] for at in targets], here)
-        verify, conditions = checks.verifier(self.errors), len(self.errors)
+        conditions = self.conditions
+        auto, checked = checks.auto(), bool(conditions.errors)
         foreign = not all(
             here for here, slot in zip(self.local, self.slots, strict=True) if isinstance(slot, TensorSlot)
         )
@@ -170,7 +173,7 @@ class Specialization:
             for index in donated:
                 if getrefcount(inputs[index]) != _OWNED:
                     inputs[index] = copied(inputs[index])
-            outputs = call(*inputs)
+            outputs = call(*inputs, conditions.before())
             inputs.clear()
             if foreign:
                 for output in outputs:
@@ -179,8 +182,8 @@ class Specialization:
                 rebind(args, outputs)
             result = wrap(args, outputs[written:] if written else outputs)
             args.clear()
-            if verify is not None:
-                verify(outputs[-conditions:])
+            if checked:
+                conditions.settle(outputs[-1], auto)
             return result
 
         return run

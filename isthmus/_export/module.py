@@ -129,6 +129,10 @@ class _Flag:
     def __init__(self, held: Any, at: int) -> None:
         self.held, self.at = held, at
 
+    def copy_to_host_async(self) -> None:
+        """Begin to bring it to the host."""
+        self.held.copy_to_host_async()
+
     def __bool__(self) -> bool:
         return bool(np.asarray(self.held)[self.at])
 

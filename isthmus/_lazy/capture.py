@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from sys import getrefcount
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from isthmus._device import checks, generator, mode
+from isthmus._device import generator, mode
 from isthmus._device.buffer import Buffer
 from isthmus._device.hosts import copied
 from isthmus._device.private import empty_tensor, restride
@@ -142,11 +143,11 @@ class Capture:
         self.results = [self._result(t, flat, at, born) for t in result]
         self._find_draws(start)
         self.reason = self.reason or self._why_not()
-        outputs = self._first_run(wanted)
+        outputs, settle = self._first_run(wanted)
         for buffer, value in zip(live, outputs, strict=False):
             buffer.held = value
         self.complete = True
-        checks.settle(self.flags)
+        settle()
         self._check_graphs(result)
         given = [t.detach() if _is_ours(t) and t.grad_fn is not None else t for t in result]
         return tree_unflatten(given, self.spec)
@@ -279,18 +280,18 @@ class Capture:
                 "backward() inside the function, return result.detach(), or call it under torch.no_grad()"
             )
 
-    def _first_run(self, wanted: tuple[Node, ...]) -> list[Any]:
-        self.wanted, self.flags = wanted, []
+    def _first_run(self, wanted: tuple[Node, ...]) -> tuple[list[Any], Callable[[], None]]:
+        """Return what the program computes, and what to do about the conditions it requires."""
+        self.wanted = wanted
         self.program: Any = None
         if not wanted:
-            return []
+            return [], _nothing
         self.family, self.program = programs.find(wanted, self.donate)
         self.inputs = [self.sources[leaf.index] for leaf in self.program.arrays]
         self.constants, self.lines = self.program.constants(trace), dict(trace.lines)
         arrays = [trace.arrays[leaf.index] for leaf in self.program.arrays]
         found = self.program(arrays, self.constants, trace.draws[: self.program.draws])
-        self.flags = self.program.flags(found, self.lines)
-        return self.family.spread(wanted, found)
+        return self.family.spread(wanted, found), partial(self.program.settle, found, self.lines)
 
     def holds(self, roots: Roots, flat: list[Any]) -> bool:
         """Return whether everything the recording depends on is as it was when it began."""
@@ -302,7 +303,7 @@ class Capture:
         """Do what the recording did, on these arguments."""
         draws = self._draw()
         if self.program is None:
-            found, flags = [], []
+            found = []
         else:
             inputs = [_take(kind, source, flat) for kind, source in self.inputs]
             for index in self.program.donated:
@@ -311,10 +312,10 @@ class Capture:
             outputs = self.program(inputs, self.constants, draws[: self.program.draws])
             del inputs
             counters.count("replays")
-            found, flags = self.family.spread(self.wanted, outputs), self.program.flags(outputs, self.lines)
+            found = self.family.spread(self.wanted, outputs)
         new = self._write(found, flat)
-        if flags:
-            checks.settle(flags)
+        if self.program is not None:
+            self.program.settle(outputs, self.lines)
         return tree_unflatten([_give(result, new, flat) for result in self.results], self.spec)
 
     def _draw(self) -> list[Any]:
@@ -344,6 +345,10 @@ class Capture:
         for who, n, layout in self.grads:
             _owner(who, flat).grad = _tensor(new[n], layout)
         return new
+
+
+def _nothing() -> None:
+    """Do nothing about conditions: there are none."""
 
 
 def _owner(who: Any, flat: list[Any]) -> Tensor:

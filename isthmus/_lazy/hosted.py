@@ -48,6 +48,5 @@ class HostedProgram:
                 )
         return [array_from_cpu(tensor) for tensor in found]
 
-    def flags(self, found: Sequence[Array], lines: dict[Node, str]) -> list[Any]:
-        """Return no conditions: such a backend raises where it runs."""
-        return []
+    def settle(self, found: Sequence[Array], lines: dict[Node, str]) -> None:
+        """Do nothing: such a backend raises where it runs."""

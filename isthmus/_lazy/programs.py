@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from sys import getrefcount
 from typing import Any
 
 from isthmus import config
-from isthmus._device import checks
 from isthmus._device.buffer import Buffer, Lost
 from isthmus._graph.backends import backend_named
 from isthmus._graph.graph import Graph
@@ -99,7 +99,7 @@ def materialise() -> None:
             trace.reset()
             return
         try:
-            outputs, errors = _run(live)
+            outputs, settle = _run(live)
         except Exception as error:
             _restore(live, error)
             trace.reset()
@@ -110,19 +110,18 @@ def materialise() -> None:
         if len(TABLE) > _NODES:
             trace.known.clear()
             forget_all_but(n for family in _families.values() for n in family.unique)
-    if errors:
-        checks.settle(errors)
+    settle()
     storms.warn()
 
 
-def _run(live: list[Buffer]) -> tuple[list[Any], list[Any]]:
-    """Return the arrays of these buffers, and the conditions their program requires."""
+def _run(live: list[Buffer]) -> tuple[list[Any], Callable[[], None]]:
+    """Return the arrays of these buffers, and what to do about the conditions their program requires."""
     wanted = tuple([buffer.held for buffer in live])
     family, program = find(wanted)
     arrays = [trace.arrays[leaf.index] for leaf in program.arrays]
     found = program(arrays, program.constants(trace), trace.draws[: program.draws])
     causes.note(family.graph, family.known)
-    return family.spread(wanted, found), program.flags(found, trace.lines)
+    return family.spread(wanted, found), partial(program.settle, found, dict(trace.lines))
 
 
 def find(wanted: tuple[Node, ...], donate: bool = True) -> tuple[Family, XlaProgram | HostedProgram]:

@@ -14,6 +14,7 @@ import torch
 
 from isthmus._device import decompose, strided
 from isthmus._device.build import random_key
+from isthmus._device.checks import Conditions
 from isthmus._device.plan import flatten
 from isthmus._graph.graph import Graph, arguments_of, evaluate
 from isthmus._graph.nodes import Call, Leaf, Node
@@ -33,6 +34,21 @@ _aten = torch.ops.aten
 _OPTIONS = {"xla_allow_excess_precision": False}
 
 
+class NamedConditions(Conditions):
+    """Conditions whose errors name the line that recorded the op, where it is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nodes: list[Node] = []
+        self.lines: dict[Node, str] = {}
+
+    def error(self, at: int) -> Exception:
+        """Return what to raise for one of the conditions."""
+        error, message = self.errors[at]
+        line = self.lines.get(self.nodes[at])
+        return error(f"{message} (recorded at {line})" if line else message)
+
+
 class XlaProgram:
     """A graph compiled for XLA; offsets at ``moving`` places are run-time inputs, the others are compiled in."""
 
@@ -45,7 +61,7 @@ class XlaProgram:
         self.arrays = [leaf for leaf in leaves if leaf.kind == "array"]
         self.packs = _pack_sizes(leaves)
         self.draws = 1 + max((leaf.index for leaf in leaves if leaf.kind == "draw"), default=-1)
-        self.errors: list[tuple[type[Exception], str, Node]] = []
+        self.conditions = NamedConditions()
         self._last: dict[torch.dtype, tuple[bytes, Array]] = {}
         self.donated = self._donated(dying)
         self.executable = compiler.build(
@@ -58,6 +74,7 @@ class XlaProgram:
         shapes += [((n,), to_jax_dtype(dtype)) for dtype, n in self.packs.items()]
         shapes += [((len(self.moving),), np.dtype(np.int64))] if self.moving else []
         shapes += [((self.draws, 4), np.dtype(np.uint32))] if self.draws else []
+        shapes += [((), np.dtype(np.int32))]
         return [jax.ShapeDtypeStruct(*shape) for shape in shapes]
 
     def _donated(self, dying: frozenset[int]) -> tuple[int, ...]:
@@ -76,7 +93,8 @@ class XlaProgram:
         packs = {dtype: next(left) for dtype in self.packs}
         places = dict(zip(self.moving, next(left), strict=True)) if self.moving else {}
         draws = next(left) if self.draws else None
-        self.errors = []
+        before = next(left)
+        checked = self.conditions.nodes = []
 
         def value(leaf: Leaf) -> Any:
             if leaf.kind == "array":
@@ -88,19 +106,18 @@ class XlaProgram:
                 return draws[leaf.index]
             return places[leaf.index] if leaf.index in places else self.fixed[leaf.index]
 
-        flags: list[Array] = []
-
         def run(node: Node, given: list[Any]) -> Any:
             assert isinstance(node.call, Call)
-            with collecting() as found, self._naming(node):
+            with self._naming(node):
                 result = run_call(node.call, given)
-            flags.extend(found.flags)
-            old = self.graph.origins.get(node, node)
-            self.errors += [(kind, message, old) for kind, message in found.errors]
+            checked.extend([self.graph.origins.get(node, node)] * (len(found.flags) - len(checked)))
             return result
 
         leaves = [value(n.call) for n in self.graph.inputs if isinstance(n.call, Leaf)]
-        return (*evaluate(self.graph, leaves, run), *flags)
+        with collecting() as found:
+            outputs = evaluate(self.graph, leaves, run)
+        self.conditions.errors = found.errors
+        return (*outputs, *([found.first_failed(before)] if found.errors else []))
 
     @contextlib.contextmanager
     def _naming(self, node: Node) -> Iterator[None]:
@@ -115,9 +132,9 @@ class XlaProgram:
             raise IsthmusError(f"{node.call.op} could not be compiled ({where}): {error}") from error
 
     def __call__(self, arrays: list[Array], constants: list[Array], draws: list[Array]) -> Sequence[Array]:
-        """Run on an array for each of ``arrays`` and return outputs, then the conditions it requires."""
+        """Run on an array for each of ``arrays`` and return the outputs; ``settle`` must be told of them."""
         words = [np.stack(draws)] if self.draws else []
-        return self.executable.call(*arrays, *constants, *words)
+        return self.executable.call(*arrays, *constants, *words, self.conditions.before())
 
     def constants(self, trace: Trace) -> list[Array]:
         """Return the inputs made of a trace's numbers and offsets."""
@@ -126,15 +143,11 @@ class XlaProgram:
             found.append(from_numpy(np.array([trace.offsets[at] for at in self.moving], np.int64)))
         return found
 
-    def flags(
-        self, found: Sequence[Array], lines: dict[Node, str]
-    ) -> list[tuple[Array, type[Exception], str]]:
-        """Return the conditions among a call's results, each with what to raise and the line that recorded it."""
-        if not self.errors:
-            return []
-        rest = found[len(self.graph.outputs) :]
-        named = [(kind, _at(message, lines.get(node, ""))) for kind, message, node in self.errors]
-        return [(flag, *error) for flag, error in zip(rest, named, strict=True)]
+    def settle(self, found: Sequence[Array], lines: dict[Node, str]) -> None:
+        """Raise for a condition that failed, given what a call returned, when the config says; lines name its place."""
+        if self.conditions.errors:
+            self.conditions.lines = lines
+            self.conditions.settle(found[-1], auto="later")
 
     def _pack(self, dtype: torch.dtype, numbers: list[Any]) -> Array:
         """Return numbers as one array; numbers that are those of the last step are there already."""
@@ -144,10 +157,6 @@ class XlaProgram:
         if last is None or last[0] != data:
             last = self._last[dtype] = (data, from_numpy(packed))
         return last[1]
-
-
-def _at(message: str, line: str) -> str:
-    return f"{message} (recorded at {line})" if line else message
 
 
 def _pack_sizes(leaves: list[Leaf]) -> dict[torch.dtype, int]:

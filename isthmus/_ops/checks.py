@@ -20,6 +20,11 @@ class Checks:
     flags: list[Any] = field(default_factory=list)
     errors: list[tuple[type[Exception], str]] = field(default_factory=list)
 
+    def first_failed(self, before: Any) -> Any:
+        """Return the number of the first condition that fails, counted from 1, unless one has failed before."""
+        held = jnp.stack(self.flags)
+        return jnp.where(before != 0, before, jnp.where(held.all(), 0, 1 + held.argmin()).astype(before.dtype))
+
 
 @contextlib.contextmanager
 def collecting() -> Iterator[Checks]:
