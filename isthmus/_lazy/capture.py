@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from sys import getrefcount
@@ -12,14 +12,17 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from isthmus import config
 from isthmus._device import generator, mode
 from isthmus._device.buffer import Buffer
 from isthmus._device.hosts import copied
 from isthmus._device.private import empty_tensor, restride
 from isthmus._device.views import attach_to
+from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import Leaf, Node, reachable
 from isthmus._lazy import programs
 from isthmus._lazy.guards import Guard
+from isthmus._lazy.resident import Kept, Residence, owned
 from isthmus._lazy.roots import Roots
 from isthmus._lazy.trace import trace
 from isthmus._lazy.watch import ApiWatch, OpWatch
@@ -44,6 +47,7 @@ class Capture:
         self.hosts: dict[int, tuple[Any, Tensor, Callable[[Tensor], Any]]] = {}
         self.own: dict[int, Buffer] = {}
         self.complete, self.reason = False, ""
+        self.program: Any = None
 
     @property
     def replayable(self) -> bool:
@@ -70,8 +74,8 @@ class Capture:
         node = buffer.held
         if type(node) is not Node or not _is_fixed(node):
             raise self.refuse_read()
-        family, program = programs.find((node,), donate=False)
-        return family.spread((node,), program([], program.constants(trace), []))[0]
+        program = programs.family_of((node,)).find(frozenset(), Kept())
+        return program([], [], program.constants(trace), [])[0]
 
     def refuse_read(self) -> Exception:
         """Return the error for a value that is read."""
@@ -143,9 +147,10 @@ class Capture:
         self.results = [self._result(t, flat, at, born) for t in result]
         self._find_draws(start)
         self.reason = self.reason or self._why_not()
-        outputs, settle = self._first_run(wanted)
-        for buffer, value in zip(live, outputs, strict=False):
-            buffer.held = value
+        found, settle = self._first_run(wanted)
+        for place, n, _, _ in self.writes:
+            if n < len(live):
+                live[n].held = found[place]
         self.complete = True
         settle()
         self._check_graphs(result)
@@ -280,18 +285,53 @@ class Capture:
                 "backward() inside the function, return result.detach(), or call it under torch.no_grad()"
             )
 
-    def _first_run(self, wanted: tuple[Node, ...]) -> tuple[list[Any], Callable[[], None]]:
+    def _first_run(self, wanted: tuple[Node, ...]) -> tuple[Sequence[Any], Callable[[], None]]:
         """Return what the program computes, and what to do about the conditions it requires."""
-        self.wanted = wanted
-        self.program: Any = None
+        self.writes: list[tuple[int, int, str, Any]] = []
         if not wanted:
             return [], _nothing
-        self.family, self.program = programs.find(wanted, self.donate)
-        self.inputs = [self.sources[leaf.index] for leaf in self.program.arrays]
-        self.constants, self.lines = self.program.constants(trace), dict(trace.lines)
-        arrays = [trace.arrays[leaf.index] for leaf in self.program.arrays]
-        found = self.program(arrays, self.constants, trace.draws[: self.program.draws])
-        return self.family.spread(wanted, found), partial(self.program.settle, found, self.lines)
+        family = programs.family_of(wanted)
+        self.order = [family.unique.index(node) for node in wanted]
+        kept = self._kept(family.graph, wanted)
+        dying = programs.dying(family) - {leaf for leaf, _ in kept.pairs} if self.donate else frozenset()
+        self._use(family.find(dying, kept))
+        program, self.lines = self.program, dict(trace.lines)
+        self.constants = program.constants(trace)
+        whole = [owned(trace.arrays[leaf]) for leaf, _ in program.whole]
+        self.residence.begin(whole, [[trace.arrays[leaf] for leaf, _ in group] for group in program.bundles])
+        arrays = [trace.arrays[leaf.index] for leaf in program.arrays]
+        found = program(self.residence.take(), arrays, self.constants, trace.draws[: program.draws])
+        self.residence.keep(found)
+        return found, partial(program.settle, found, self.lines)
+
+    def _kept(self, graph: Graph, wanted: tuple[Node, ...]) -> Kept:
+        """Return the state: what the program reads from buffers that live on, and writes to them."""
+        if not (self.replayable and self.donate and config.donate == "auto" and config.backend == "xla"):
+            return Kept()
+        written = {id(target): n for n, (kind, target) in enumerate(self.targets) if kind == "buffer"}
+        pairs, kept = [], set()
+        for leaf in [n.call for n in graph.inputs if isinstance(n.call, Leaf) and n.call.kind == "array"]:
+            kind, buffer = self.sources[leaf.index]
+            n = written.get(id(buffer)) if kind == "buffer" else None
+            if n is not None and wanted[n].type == leaf.type:
+                pairs.append((leaf.index, self.order[n]))
+                kept.add(n)
+        plain = dict.fromkeys(place for n, place in enumerate(self.order) if n not in kept)
+        return Kept(tuple(pairs), tuple(plain))
+
+    def _use(self, program: Any) -> None:
+        """Run this program from now on: find out where its inputs come from and its results go."""
+        self.program = program
+        self.inputs = [self.sources[leaf.index] for leaf in program.arrays]
+        whole = [self.sources[leaf][1] for leaf, _ in program.whole]
+        groups = [[self.sources[leaf][1] for leaf, _ in group] for group in program.bundles]
+        self.residence = Residence(whole, groups)
+        state = {id(buffer) for group in (whole, *groups) for buffer in group}
+        self.writes = [
+            (program.places[self.order[n]], n, kind, target)
+            for n, (kind, target) in enumerate(self.targets)
+            if kind != "buffer" or id(target) not in state
+        ]
 
     def holds(self, roots: Roots, flat: list[Any]) -> bool:
         """Return whether everything the recording depends on is as it was when it began."""
@@ -302,20 +342,23 @@ class Capture:
     def run(self, flat: list[Any]) -> Any:
         """Do what the recording did, on these arguments."""
         draws = self._draw()
-        if self.program is None:
-            found = []
-        else:
+        program = self.program
+        found: Sequence[Any] = ()
+        if program is not None:
             inputs = [_take(kind, source, flat) for kind, source in self.inputs]
-            for index in self.program.donated:
+            for index in program.donated:
                 if getrefcount(inputs[index]) != _OWNED:
                     inputs[index] = copied(inputs[index])
-            outputs = self.program(inputs, self.constants, draws[: self.program.draws])
+            if self.residence.wears:
+                self._use(program.unbundled())
+                program = self.program
+            found = program(self.residence.take(), inputs, self.constants, draws[: program.draws])
+            self.residence.keep(found)
             del inputs
             counters.count("replays")
-            found = self.family.spread(self.wanted, outputs)
         new = self._write(found, flat)
-        if self.program is not None:
-            self.program.settle(outputs, self.lines)
+        if program is not None:
+            program.settle(found, self.lines)
         return tree_unflatten([_give(result, new, flat) for result in self.results], self.spec)
 
     def _draw(self) -> list[Any]:
@@ -326,11 +369,12 @@ class Capture:
         pairs = zip(self.generators, self.steps, strict=True)
         return [generator.draw(g) if g is not None else generator.words(base, step) for g, step in pairs]
 
-    def _write(self, found: list[Any], flat: list[Any]) -> dict[int, Buffer]:
+    def _write(self, found: Sequence[Any], flat: list[Any]) -> dict[int, Buffer]:
         """Give outputs to those they belong to, and return the new buffers by their places."""
         new: dict[int, Buffer] = {}
         touched = list(self.written)
-        for n, ((kind, target), value) in enumerate(zip(self.targets, found, strict=True)):
+        for at, n, kind, target in self.writes:
+            value = found[at]
             if kind == "buffer":
                 target.held = value
             elif kind == "argument":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +15,9 @@ _PLAIN = (bool, int, float, complex, str, tuple, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_BACKWARD_HOOKS, _GRADIENT_HOOKS = (attrgetter(name) for name in _TENSOR_HOOKS)
+_BUFFER, _REQUIRES_GRAD = attrgetter("_buffer"), attrgetter("requires_grad")
+_DICTS = ("_parameters", "_buffers", "_modules", *_HOOKS)
 
 
 class Guard:
@@ -29,6 +34,7 @@ class Guard:
         self.parameters = roots.parameters()
         self.empty = [p.grad is None for p in self.parameters]
         self.hooks = [_hooks(p, _TENSOR_HOOKS) for p in self.parameters]
+        self.glance = Glance(self)
 
     def narrow(self, used: set[int]) -> None:
         """Forget the tensors, in places of their own, whose buffers were not used: others may take their places."""
@@ -37,21 +43,24 @@ class Guard:
                 del self.places[path]
         alone = {id(value) for value in self.places.values()} | self.belonging
         self.buffers = [row for row in self.buffers if id(row[0]) in alone]
+        self.glance = Glance(self)
 
     def holds(self, roots: Roots) -> bool:
         """Return whether everything is as it was, gradients there or not included."""
         if [p.grad is None for p in self.parameters] != self.empty:
             return False
-        if [_hooks(p, _TENSOR_HOOKS) for p in self.parameters] != self.hooks:
+        if self._replaced(roots) == "" and self.glance.holds():
+            return True
+        if [_hooks(p, _TENSOR_HOOKS) for p in self.parameters] != self.hooks or self.changed(roots):
             return False
-        return self.changed(roots) == ""
+        self.glance = Glance(self)
+        return True
 
     def changed(self, roots: Roots) -> str:
         """Return what is not as it was, the gradients left out, or ""."""
-        now = roots.places
-        for path, value in self.places.items():
-            if now.get(path) is not value:
-                return f"which {type(value).__name__} is at {'.'.join(str(key) for key in path)}"
+        replaced = self._replaced(roots)
+        if replaced:
+            return replaced
         for module, settings, held in self.modules:
             if not _same(vars(module), settings) or _held(module) != held:
                 return f"the settings, parameters or hooks of {type(module).__name__}"
@@ -60,16 +69,72 @@ class Guard:
                 return f"the settings of {type(optimizer).__name__}"
             if _states(optimizer) != states:
                 return f"the state of {type(optimizer).__name__}"
-        for tensor, buffer, (requires_grad, size, stride) in self.buffers:
-            # Written out: a step has hundreds of these.
-            if (
-                tensor.untyped_storage()._buffer is not buffer  # type: ignore[attr-defined]
-                or tensor.stride() != stride
-                or tensor.shape != size
-                or tensor.requires_grad is not requires_grad
-            ):
+        for tensor, buffer, layout in self.buffers:
+            if not _is_ours(tensor) or _buffer(tensor) is not buffer or _layout(tensor) != layout:
                 return f"the storage, layout or requires_grad of a tensor of shape {tuple(tensor.shape)}"
         return ""
+
+    def _replaced(self, roots: Roots) -> str:
+        """Return what was found elsewhere when the recording began, or ""."""
+        now = roots.places
+        for path, value in self.places.items():
+            if now.get(path) is not value:
+                return f"which {type(value).__name__} is at {'.'.join(str(key) for key in path)}"
+        return ""
+
+
+class Glance:
+    """The same by identities, in loops that Python does not run: if it holds, nothing has changed.
+
+    A step has hundreds of tensors and dicts, and is looked over before every replay. Objects are kept with their
+    identities, so that no other can get them.
+    """
+
+    def __init__(self, guard: Guard) -> None:
+        self.modules = [(module, settings) for module, settings, _ in guard.modules]
+        dicts = [getattr(m, name) for m, _ in self.modules for name in _DICTS]
+        self.full, self.bare = [d for d in dicts if d], [d for d in dicts if not d]
+        self.optimizers = [(o, o.state, settings) for o, settings, _ in guard.optimizers]
+        self.parameters, self.tensors = guard.parameters, [row[0] for row in guard.buffers]
+        self.kept = [value for d in self._dicts() for value in d.values()]
+        self.identities = [id(value) for value in self.kept]
+        self.buffers = [buffer for _, buffer, _ in guard.buffers]
+        self.layouts = self._layouts()
+        # Of a contiguous tensor the size says everything.
+        self.scattered = [t for t in self.tensors if not t.is_contiguous()]
+        self.strides = [t.stride() for t in self.scattered]
+
+    def _dicts(self) -> list[dict[Any, Any]]:
+        return [*self.full, *[state for _, states, _ in self.optimizers for state in states.values()]]
+
+    def holds(self) -> bool:
+        """Return whether everything is what it was; if not, it may still be equal."""
+        for module, settings in self.modules:
+            if not _same(vars(module), settings):
+                return False
+        if any(self.bare) or any(map(_BACKWARD_HOOKS, self.parameters)):
+            return False
+        for optimizer, states, groups in self.optimizers:
+            if optimizer.state is not states or _settings(optimizer) != groups:
+                return False
+        if [*map(id, chain.from_iterable(map(dict.values, self._dicts())))] != self.identities:
+            return False
+        if any(map(_GRADIENT_HOOKS, self.parameters)):
+            return False
+        return self._same_tensors()
+
+    def _same_tensors(self) -> bool:
+        try:
+            buffers = [*map(_BUFFER, map(Tensor.untyped_storage, self.tensors))]
+        except AttributeError:
+            return False  # one has gone to another device
+        if buffers != self.buffers:
+            return False
+        return self._layouts() == self.layouts and [t.stride() for t in self.scattered] == self.strides
+
+    def _layouts(self) -> list[Any]:
+        tensors = self.tensors
+        return [*map(_REQUIRES_GRAD, tensors), *map(Tensor.size, tensors), *map(Tensor.is_contiguous, tensors)]
 
 
 def _same(now: dict[str, Any], before: dict[str, Any]) -> bool:

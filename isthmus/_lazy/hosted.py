@@ -25,6 +25,9 @@ class HostedProgram:
         self.arrays = [leaf for leaf in self.leaves if leaf.kind == "array"]
         self.draws = 1 + max((leaf.index for leaf in self.leaves if leaf.kind == "draw"), default=-1)
         self.donated: tuple[int, ...] = ()
+        self.whole: list[tuple[int, int]] = []
+        self.bundles: list[list[tuple[int, int]]] = []
+        self.places = {at: at for at in range(len(graph.outputs))}
 
     def constants(self, trace: Trace) -> list[Any]:
         """Return a trace's numbers and offsets for the graph's inputs, in their order."""
@@ -34,7 +37,9 @@ class HostedProgram:
         }
         return [numbers[leaf.kind](leaf)[leaf.index] for leaf in self.leaves if leaf.kind in numbers]
 
-    def __call__(self, arrays: list[Array], constants: list[Any], draws: list[Any]) -> Sequence[Array]:
+    def __call__(
+        self, state: list[Array], arrays: list[Array], constants: list[Any], draws: list[Any]
+    ) -> Sequence[Array]:
         """Run on an array for each of ``arrays``."""
         tensors = [cpu_from_array(a, leaf.type.dtype) for a, leaf in zip(arrays, self.arrays, strict=True)]
         words = [torch.from_numpy(draws[leaf.index]) for leaf in self.leaves if leaf.kind == "draw"]

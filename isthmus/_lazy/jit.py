@@ -58,9 +58,7 @@ class Jitted:
         with trace.lock:
             if mode.current.lazy:
                 mode.current.materialise()
-            flat, _ = tree_flatten((args, kwargs))
-            varying, static = self._apart(args, kwargs)
-            keyed, spec = tree_flatten(varying)
+            flat, keyed, spec, static = self._flatten(args, kwargs)
             key = (spec, static, *[_argument_key(value) for value in keyed], _aliases(flat), _torch_state())
             roots = Roots(self.function, [v for v in flat if not isinstance(v, Tensor)])
             captures = self.captures.setdefault(key, [])
@@ -70,6 +68,14 @@ class Jitted:
                         captures.insert(0, captures.pop(place))
                     return found.run(flat)
             return self._record(captures, roots, args, kwargs)
+
+    def _flatten(self, args: Any, kwargs: Any) -> tuple[list[Any], list[Any], Any, Any]:
+        """Return all leaves of the arguments, those that are not static with how they are held, and the static ones."""
+        if not kwargs and not self.static and all([type(arg) is Tensor for arg in args]):
+            return list(args), list(args), len(args), ()  # as below, with nothing to look into
+        flat, _ = tree_flatten((args, kwargs))
+        varying, static = self._apart(args, kwargs)
+        return flat, *tree_flatten(varying), static
 
     def _apart(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments that are looked into, and the static ones, which are compared whole."""

@@ -16,6 +16,7 @@ from isthmus._graph.nodes import TABLE, Leaf, Node, forget_all_but
 from isthmus._graph.passes import optimise, share_offsets
 from isthmus._lazy import causes, storms
 from isthmus._lazy.hosted import HostedProgram
+from isthmus._lazy.resident import Kept
 from isthmus._lazy.trace import trace
 from isthmus._lazy.xla import XlaProgram
 from isthmus._runtime import counters
@@ -24,6 +25,7 @@ from isthmus._runtime import counters
 _OWNED = 2
 _NODES = 200_000
 _VARIANTS = 32
+_NOTHING = Kept()
 
 
 class Family:
@@ -44,12 +46,12 @@ class Family:
         self.programs: dict[Any, XlaProgram | HostedProgram] = {}
         self.known = False  # whether the program last asked for was there
 
-    def find(self, dying: frozenset[int]) -> XlaProgram | HostedProgram:
+    def find(self, dying: frozenset[int], kept: Kept) -> XlaProgram | HostedProgram:
         """Return the program for the trace's offsets; an offset that has changed since is an input from then on."""
         if self.backend != "xla":
             return self._hosted()
         offsets = [trace.offsets[at] for at in self.fixed]
-        key = (tuple(offsets), dying)
+        key = (tuple(offsets), dying, kept)
         found = self.programs.get(key)
         self.known = found is not None
         if found is not None:
@@ -64,8 +66,8 @@ class Family:
         self.seen = [trace.offsets[at] for at in self.fixed]
         fixed = dict(zip(self.fixed, self.seen, strict=True))
         graph = optimise(share_offsets(self.graph, fixed))
-        found = self.programs[(tuple(self.seen), dying)] = XlaProgram(
-            graph, fixed, self.moving, dying, trace.lines
+        found = self.programs[(tuple(self.seen), dying, kept)] = XlaProgram(
+            graph, fixed, self.moving, dying, trace.lines, kept
         )
         return found
 
@@ -117,15 +119,16 @@ def materialise() -> None:
 def _run(live: list[Buffer]) -> tuple[list[Any], Callable[[], None]]:
     """Return the arrays of these buffers, and what to do about the conditions their program requires."""
     wanted = tuple([buffer.held for buffer in live])
-    family, program = find(wanted)
+    family = family_of(wanted)
+    program = family.find(dying(family), _NOTHING)
     arrays = [trace.arrays[leaf.index] for leaf in program.arrays]
-    found = program(arrays, program.constants(trace), trace.draws[: program.draws])
+    found = program([], arrays, program.constants(trace), trace.draws[: program.draws])
     causes.note(family.graph, family.known)
     return family.spread(wanted, found), partial(program.settle, found, dict(trace.lines))
 
 
-def find(wanted: tuple[Node, ...], donate: bool = True) -> tuple[Family, XlaProgram | HostedProgram]:
-    """Return the program that computes these nodes from the leaves of the trace."""
+def family_of(wanted: tuple[Node, ...]) -> Family:
+    """Return the programs that compute these nodes from the leaves of the trace."""
     key = (config.backend, *wanted)
     family = _families.get(key)
     if family is None:
@@ -134,15 +137,15 @@ def find(wanted: tuple[Node, ...], donate: bool = True) -> tuple[Family, XlaProg
             _families.popitem(last=False)
     else:
         _families.move_to_end(key)
-    return family, family.find(_dying(family.donatable) if donate else frozenset())
+    return family
 
 
-def _dying(places: list[int]) -> frozenset[int]:
-    """Return which of these leaves only the trace holds."""
+def dying(family: Family) -> frozenset[int]:
+    """Return which of the leaves whose memory an output could take only the trace holds."""
     if config.donate != "auto":
         return frozenset()
     arrays = trace.arrays
-    return frozenset([at for at in places if getrefcount(arrays[at]) == _OWNED])
+    return frozenset([at for at in family.donatable if getrefcount(arrays[at]) == _OWNED])
 
 
 def _restore(live: list[Buffer], error: Exception) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,6 +20,7 @@ from isthmus._device.checks import Conditions
 from isthmus._device.plan import flatten
 from isthmus._graph.graph import Graph, arguments_of, evaluate
 from isthmus._graph.nodes import Call, Leaf, Node
+from isthmus._lazy.resident import Kept, bundles_of, join, part
 from isthmus._lazy.trace import Trace
 from isthmus._ops.checks import collecting
 from isthmus._ops.common import Number
@@ -32,6 +35,7 @@ Array = Any
 _aten = torch.ops.aten
 # Half types are rounded after every op, as they are when ops run one by one.
 _OPTIONS = {"xla_allow_excess_precision": False}
+_NOTHING = Kept()
 
 
 class NamedConditions(Conditions):
@@ -50,27 +54,49 @@ class NamedConditions(Conditions):
 
 
 class XlaProgram:
-    """A graph compiled for XLA; offsets at ``moving`` places are run-time inputs, the others are compiled in."""
+    """A graph compiled for XLA; offsets at ``moving`` places are run-time inputs, the others are compiled in.
+
+    Its inputs are the state it keeps, the other arrays, numbers, offsets, draws, and what the conditions of earlier
+    runs came to; its results are the new state, the other outputs, and what the conditions come to now.
+    """
 
     def __init__(
-        self, graph: Graph, offsets: dict[int, int], moving: Sequence[int], dying: frozenset[int], lines: Any
+        self,
+        graph: Graph,
+        offsets: dict[int, int],
+        moving: Sequence[int],
+        dying: frozenset[int],
+        lines: Any,
+        kept: Kept = _NOTHING,
     ) -> None:
         self.graph, self.fixed, self.moving = graph, offsets, list(moving)
-        self.lines = lines
+        self.lines, self.dying, self.kept = lines, dying, kept
         leaves = [n.call for n in graph.inputs if isinstance(n.call, Leaf)]
-        self.arrays = [leaf for leaf in leaves if leaf.kind == "array"]
+        arrays = {leaf.index: leaf for leaf in leaves if leaf.kind == "array"}
+        self.bundles = bundles_of(kept.pairs, arrays) if kept.bundled else []
+        together = {pair for bundle in self.bundles for pair in bundle}
+        self.whole = [pair for pair in kept.pairs if pair not in together]
+        self.leaves, self.state = arrays, len(self.whole) + len(self.bundles)
+        state = {leaf for leaf, _ in kept.pairs}
+        self.arrays = [leaf for leaf in arrays.values() if leaf.index not in state]
+        plain = range(len(graph.outputs)) if kept.plain is None else kept.plain
+        self.places = {at: self.state + n for n, at in enumerate(plain)}
         self.packs = _pack_sizes(leaves)
         self.draws = 1 + max((leaf.index for leaf in leaves if leaf.kind == "draw"), default=-1)
         self.conditions = NamedConditions()
         self._last: dict[torch.dtype, tuple[bytes, Array]] = {}
         self.donated = self._donated(dying)
-        self.executable = compiler.build(
-            self._compute, self._examples(), self.donated, _OPTIONS, title="a step"
-        )
+        donated = (*range(self.state), *[self.state + at for at in self.donated])
+        self.executable = compiler.build(self._compute, self._examples(), donated, _OPTIONS, title="a step")
         self.lines = None
 
     def _examples(self) -> list[jax.ShapeDtypeStruct]:
-        shapes = [(leaf.type.size, to_jax_dtype(leaf.type.dtype)) for leaf in self.arrays]
+        whole = [self.leaves[leaf].type for leaf, _ in self.whole]
+        shapes = [(kind.size, to_jax_dtype(kind.dtype)) for kind in whole]
+        for bundle in self.bundles:
+            sizes = [math.prod(shape) for shape in self._shapes(bundle)]
+            shapes.append(((sum(sizes),), to_jax_dtype(self.leaves[bundle[0][0]].type.dtype)))
+        shapes += [(leaf.type.size, to_jax_dtype(leaf.type.dtype)) for leaf in self.arrays]
         shapes += [((n,), to_jax_dtype(dtype)) for dtype, n in self.packs.items()]
         shapes += [((len(self.moving),), np.dtype(np.int64))] if self.moving else []
         shapes += [((self.draws, 4), np.dtype(np.uint32))] if self.draws else []
@@ -78,8 +104,8 @@ class XlaProgram:
         return [jax.ShapeDtypeStruct(*shape) for shape in shapes]
 
     def _donated(self, dying: frozenset[int]) -> tuple[int, ...]:
-        """Return the inputs whose memory outputs can take: they die, and an output is of their kind."""
-        room = Counter(output.type for output in dict.fromkeys(self.graph.outputs))
+        """Return the arrays whose memory outputs can take: they die, and an output is of their kind."""
+        room = Counter(output.type for output in {self.graph.outputs[at] for at in self.places})
         found = []
         for at, leaf in enumerate(self.arrays):
             if leaf.index in dying and room[leaf.type]:
@@ -87,9 +113,16 @@ class XlaProgram:
                 found.append(at)
         return tuple(found)
 
+    def _shapes(self, bundle: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
+        return [self.leaves[leaf].type.size for leaf, _ in bundle]
+
     def _compute(self, *inputs: Array) -> tuple[Array, ...]:
         left = iter(inputs)
-        arrays = {leaf.index: next(left) for leaf in self.arrays}
+        arrays = {leaf: next(left) for leaf, _ in self.whole}
+        for bundle in self.bundles:
+            parts = part(next(left), self._shapes(bundle))
+            arrays |= {leaf: array for (leaf, _), array in zip(bundle, parts, strict=True)}
+        arrays |= {leaf.index: next(left) for leaf in self.arrays}
         packs = {dtype: next(left) for dtype in self.packs}
         places = dict(zip(self.moving, next(left), strict=True)) if self.moving else {}
         draws = next(left) if self.draws else None
@@ -117,7 +150,10 @@ class XlaProgram:
         with collecting() as found:
             outputs = evaluate(self.graph, leaves, run)
         self.conditions.errors = found.errors
-        return (*outputs, *([found.first_failed(before)] if found.errors else []))
+        state = [outputs[at] for _, at in self.whole]
+        state += [join([outputs[at] for _, at in bundle]) for bundle in self.bundles]
+        failed = [found.first_failed(before)] if found.errors else []
+        return (*state, *[outputs[at] for at in self.places], *failed)
 
     @contextlib.contextmanager
     def _naming(self, node: Node) -> Iterator[None]:
@@ -131,10 +167,17 @@ class XlaProgram:
             )
             raise IsthmusError(f"{node.call.op} could not be compiled ({where}): {error}") from error
 
-    def __call__(self, arrays: list[Array], constants: list[Array], draws: list[Array]) -> Sequence[Array]:
-        """Run on an array for each of ``arrays`` and return the outputs; ``settle`` must be told of them."""
+    def __call__(
+        self, state: list[Array], arrays: list[Array], constants: list[Array], draws: list[Array]
+    ) -> Sequence[Array]:
+        """Run on the state and an array for each of ``arrays``; ``settle`` must be told what it returns."""
         words = [np.stack(draws)] if self.draws else []
-        return self.executable.call(*arrays, *constants, *words, self.conditions.before())
+        return self.executable.call(*state, *arrays, *constants, *words, self.conditions.before())
+
+    def unbundled(self) -> XlaProgram:
+        """Return the same program with every array of its state on its own."""
+        kept = replace(self.kept, bundled=False)
+        return XlaProgram(self.graph, self.fixed, self.moving, self.dying, {}, kept)
 
     def constants(self, trace: Trace) -> list[Array]:
         """Return the inputs made of a trace's numbers and offsets."""

@@ -1,0 +1,200 @@
+"""State that stays with a program between its runs: parameters, moments, counters that a step reads and writes.
+
+The arrays go from the results of one run to the inputs of the next without passing through the buffers they belong
+to; a buffer takes its array back when somebody reads or writes it. Every array costs microseconds on its way into
+and out of a program, so small ones travel as parts of one.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from sys import getrefcount
+from typing import Any
+from weakref import ref
+
+import jax
+import jax.numpy as jnp
+
+from isthmus._device.buffer import Buffer, Lost
+from isthmus._device.hosts import copied
+from isthmus._graph.nodes import Leaf
+from isthmus._lazy.trace import trace
+from isthmus._runtime import compiler
+
+Array = Any
+Shape = tuple[int, ...]
+# An array only its buffer holds is counted there, in a variable and as an argument of getrefcount.
+_OWNED = 3
+# Fewer arrays than this are not worth a bundle.
+_FEW = 4
+# Arrays of at most so many elements are small. XLA compiles code for bundles slowly on the CPU.
+_SMALL = {"cpu": 1}
+_SMALL_ELSEWHERE = 2**14
+# Runs between two reads of the state that pay for a bundle, and how often in a row there may be fewer.
+_RUNS, _TRIES = 3, 3
+_slot: Any = vars(Buffer)["held"]  # where a buffer has its array
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Which leaves of a graph are state, with the outputs that take their places, and the outputs others want."""
+
+    pairs: tuple[tuple[int, int], ...] = ()
+    plain: tuple[int, ...] | None = None
+    bundled: bool = True
+
+
+def bundles_of(pairs: Sequence[tuple[int, int]], leaves: dict[int, Leaf]) -> list[list[tuple[int, int]]]:
+    """Return which of these leaves, each with an output, travel together."""
+    limit = _SMALL.get(compiler.platform(), _SMALL_ELSEWHERE)
+    groups: dict[Any, list[tuple[int, int]]] = {}
+    for pair in pairs:
+        kind = leaves[pair[0]].type
+        if math.prod(kind.size) <= limit:
+            groups.setdefault(kind.dtype, []).append(pair)
+    return [group for group in groups.values() if len(group) >= _FEW]
+
+
+def join(arrays: Sequence[Array]) -> Array:
+    """Return arrays as one."""
+    return jnp.concatenate([array.reshape(-1) for array in arrays])
+
+
+def part(bundle: Array, shapes: Sequence[Shape]) -> list[Array]:
+    """Return the arrays that were made one."""
+    found, start = [], 0
+    for shape in shapes:
+        end = start + math.prod(shape)
+        found.append(jax.lax.slice(bundle, (start,), (end,)).reshape(shape))
+        start = end
+    return found
+
+
+@functools.lru_cache(64)
+def _programs(shapes: tuple[Shape, ...], dtype: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return ``join`` and ``part`` for arrays of these shapes, compiled."""
+    examples = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    whole = jax.ShapeDtypeStruct((sum(math.prod(shape) for shape in shapes),), dtype)
+    return compiler.compile(lambda *a: join(a), examples), compiler.compile(lambda b: part(b, shapes), [whole])
+
+
+class Resident(Buffer):
+    """A buffer whose array is with a program; ``held`` takes it back."""
+
+    __slots__ = ()
+
+    @property
+    def held(self) -> Any:  # type: ignore[override]
+        """Take the array back and return it."""
+        _take_back(self)
+        return self.held
+
+    @held.setter
+    def held(self, value: Any) -> None:
+        _take_back(self)
+        self.held = value
+
+
+def _take_back(buffer: Buffer) -> None:
+    with trace.lock:
+        if type(buffer) is Resident:
+            _slot.__get__(buffer).give_back()
+
+
+def _hand_over(buffer: Buffer, residence: Residence) -> None:
+    _slot.__set__(buffer, residence)
+    buffer.__class__ = Resident
+
+
+def _restore(buffer: Buffer | None, held: Any) -> None:
+    if buffer is not None:
+        buffer.__class__ = Buffer
+        buffer.held = held
+
+
+class Residence:
+    """The state of one program, given the buffers it belongs to: whole arrays first, then bundles."""
+
+    def __init__(self, whole: Sequence[Buffer], bundles: Sequence[Sequence[Buffer]]) -> None:
+        # The buffers know where their arrays are, so to know the buffers as well would keep both for ever.
+        self.whole, self.bundles = [ref(b) for b in whole], [[ref(b) for b in group] for group in bundles]
+        self.programs = [
+            _programs(tuple([b.signature.shape for b in group]), group[0].signature.dtype) for group in bundles
+        ]
+        self.arrays: list[Array] | None = None
+        self.runs = self.short = 0
+
+    @property
+    def wears(self) -> bool:
+        """Whether the state is read so often that its bundles cost more than they save."""
+        return bool(self.bundles) and self.short >= _TRIES
+
+    def take(self) -> list[Array]:
+        """Return the arrays for a run, which may destroy them; ``keep`` must be told what takes their places."""
+        if self.arrays is None and not self._adopt():
+            whole = [owned(_alive(b).held) for b in self.whole]
+            groups = [[_alive(b).held for b in group] for group in self.bundles]
+            self.begin(whole, groups)
+        self.runs += 1
+        assert self.arrays is not None
+        return self.arrays
+
+    def begin(self, whole: list[Array], groups: Sequence[Sequence[Array]]) -> None:
+        """Become the place of these arrays."""
+        pairs = zip(self.programs, groups, strict=True)
+        self._become_place_of([*whole, *[joined(*group) for (joined, _), group in pairs]])
+
+    def _adopt(self) -> bool:
+        """Take the arrays over from a residence of the same buffers, as a step for another batch size has it."""
+        buffers = self._buffers()
+        other = _slot.__get__(_alive(buffers[0])) if buffers else None
+        if not isinstance(other, Residence) or (other.whole, other.bundles) != (self.whole, self.bundles):
+            return False
+        arrays, other.arrays = other.arrays, None
+        if arrays is not None:
+            self._become_place_of(arrays)
+        return arrays is not None
+
+    def _buffers(self) -> list[ref[Buffer]]:
+        return [*self.whole, *[b for group in self.bundles for b in group]]
+
+    def _become_place_of(self, arrays: list[Array]) -> None:
+        self.arrays, self.runs = arrays, 0
+        for reference in self._buffers():
+            _hand_over(_alive(reference), self)
+
+    def keep(self, found: Sequence[Array]) -> None:
+        """Replace the arrays by the first results of a run."""
+        assert self.arrays is not None
+        self.arrays = list(found[: len(self.arrays)])
+
+    def give_back(self) -> None:
+        """Give every buffer its array."""
+        arrays, self.arrays = self.arrays, None
+        if arrays is None:
+            return
+        self.short = self.short + 1 if self.runs < _RUNS else 0
+        for reference, array in zip(self.whole, arrays, strict=False):
+            _restore(reference(), array)
+        rest = arrays[len(self.whole) :]
+        for group, (_, parted), bundle in zip(self.bundles, self.programs, rest, strict=True):
+            try:
+                found = parted(bundle)
+            except Exception as error:  # a run failed and took the bundle with it
+                found = [Lost(error)] * len(group)
+            for reference, array in zip(group, found, strict=True):
+                _restore(reference(), array)
+
+
+def _alive(reference: ref[Buffer]) -> Buffer:
+    buffer = reference()
+    assert buffer is not None  # whoever runs the program holds it
+    return buffer
+
+
+def owned(array: Array) -> Array:
+    """Return an array whose memory may be given away: a copy where somebody else holds it."""
+    return array if getrefcount(array) == _OWNED else copied(array)
