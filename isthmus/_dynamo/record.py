@@ -11,7 +11,7 @@ from isthmus._runtime import compiler
 
 if TYPE_CHECKING:
     from isthmus._dynamo.clusters import Clusters
-    from isthmus._dynamo.program import Specialization
+    from isthmus._dynamo.specialization import Specialization
 
 
 @dataclass(frozen=True)

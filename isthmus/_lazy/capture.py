@@ -17,15 +17,16 @@ from isthmus._device import generator, mode
 from isthmus._device.buffer import Buffer
 from isthmus._device.hosts import copied
 from isthmus._device.private import empty_tensor, restride
+from isthmus._device.resident import Residence, owned
 from isthmus._device.views import attach_to
 from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import Leaf, Node, reachable
 from isthmus._lazy import programs
 from isthmus._lazy.guards import Guard
-from isthmus._lazy.resident import Kept, Residence, owned
 from isthmus._lazy.roots import Roots
 from isthmus._lazy.trace import trace
 from isthmus._lazy.watch import ApiWatch, OpWatch
+from isthmus._lazy.xla import NOTHING, Kept
 from isthmus._runtime import counters
 from isthmus._runtime.lines import user_line
 from isthmus.errors import JitError
@@ -74,7 +75,7 @@ class Capture:
         node = buffer.held
         if type(node) is not Node or not _is_fixed(node):
             raise self.refuse_read()
-        program = programs.family_of((node,)).find(frozenset(), Kept())
+        program = programs.family_of((node,)).find(frozenset(), NOTHING)
         return program([], [], program.constants(trace), [])[0]
 
     def refuse_read(self) -> Exception:
@@ -300,14 +301,14 @@ class Capture:
         whole = [owned(trace.arrays[leaf]) for leaf, _ in program.whole]
         self.residence.begin(whole, [[trace.arrays[leaf] for leaf, _ in group] for group in program.bundles])
         arrays = [trace.arrays[leaf.index] for leaf in program.arrays]
-        found = program(self.residence.take(), arrays, self.constants, trace.draws[: program.draws])
-        self.residence.keep(found)
+        draws = trace.draws[: program.draws]
+        found = self.residence.run(lambda state: program(state, arrays, self.constants, draws))
         return found, partial(program.settle, found, self.lines)
 
     def _kept(self, graph: Graph, wanted: tuple[Node, ...]) -> Kept:
         """Return the state: what the program reads from buffers that live on, and writes to them."""
         if not (self.replayable and self.donate and config.donate == "auto" and config.backend == "xla"):
-            return Kept()
+            return NOTHING
         written = {id(target): n for n, (kind, target) in enumerate(self.targets) if kind == "buffer"}
         pairs, kept = [], set()
         for leaf in [n.call for n in graph.inputs if isinstance(n.call, Leaf) and n.call.kind == "array"]:
@@ -352,9 +353,9 @@ class Capture:
             if self.residence.wears:
                 self._use(program.unbundled())
                 program = self.program
-            found = program(self.residence.take(), inputs, self.constants, draws[: program.draws])
-            self.residence.keep(found)
-            del inputs
+            arguments = (inputs, self.constants, draws[: program.draws])
+            found = self.residence.run(lambda state: program(state, *arguments))
+            del inputs, arguments
             counters.count("replays")
         new = self._write(found, flat)
         if program is not None:

@@ -16,16 +16,14 @@ from isthmus._graph.nodes import TABLE, Leaf, Node, forget_all_but
 from isthmus._graph.passes import optimise, share_offsets
 from isthmus._lazy import causes, storms
 from isthmus._lazy.hosted import HostedProgram
-from isthmus._lazy.resident import Kept
 from isthmus._lazy.trace import trace
-from isthmus._lazy.xla import XlaProgram
+from isthmus._lazy.xla import NOTHING, Kept, XlaProgram
 from isthmus._runtime import counters
 
 # An array nobody else holds is counted in the trace and as an argument of getrefcount.
 _OWNED = 2
 _NODES = 200_000
 _VARIANTS = 32
-_NOTHING = Kept()
 
 
 class Family:
@@ -120,7 +118,7 @@ def _run(live: list[Buffer]) -> tuple[list[Any], Callable[[], None]]:
     """Return the arrays of these buffers, and what to do about the conditions their program requires."""
     wanted = tuple([buffer.held for buffer in live])
     family = family_of(wanted)
-    program = family.find(dying(family), _NOTHING)
+    program = family.find(dying(family), NOTHING)
     arrays = [trace.arrays[leaf.index] for leaf in program.arrays]
     found = program([], arrays, program.constants(trace), trace.draws[: program.draws])
     causes.note(family.graph, family.known)

@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -18,9 +18,9 @@ from isthmus._device import decompose, strided
 from isthmus._device.build import random_key
 from isthmus._device.checks import Conditions
 from isthmus._device.plan import flatten
+from isthmus._device.resident import bundles_of, join, part
 from isthmus._graph.graph import Graph, arguments_of, evaluate
 from isthmus._graph.nodes import Call, Leaf, Node
-from isthmus._lazy.resident import Kept, bundles_of, join, part
 from isthmus._lazy.trace import Trace
 from isthmus._ops.checks import collecting
 from isthmus._ops.common import Number
@@ -35,7 +35,18 @@ Array = Any
 _aten = torch.ops.aten
 # Half types are rounded after every op, as they are when ops run one by one.
 _OPTIONS = {"xla_allow_excess_precision": False}
-_NOTHING = Kept()
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Which leaves of a graph are state, with the outputs that take their places, and the outputs others want."""
+
+    pairs: tuple[tuple[int, int], ...] = ()
+    plain: tuple[int, ...] | None = None
+    bundled: bool = True
+
+
+NOTHING = Kept()
 
 
 class NamedConditions(Conditions):
@@ -67,13 +78,15 @@ class XlaProgram:
         moving: Sequence[int],
         dying: frozenset[int],
         lines: Any,
-        kept: Kept = _NOTHING,
+        kept: Kept = NOTHING,
     ) -> None:
         self.graph, self.fixed, self.moving = graph, offsets, list(moving)
         self.lines, self.dying, self.kept = lines, dying, kept
         leaves = [n.call for n in graph.inputs if isinstance(n.call, Leaf)]
         arrays = {leaf.index: leaf for leaf in leaves if leaf.kind == "array"}
-        self.bundles = bundles_of(kept.pairs, arrays) if kept.bundled else []
+        types = [arrays[leaf].type for leaf, _ in kept.pairs]
+        groups = bundles_of([(kind.size, kind.dtype) for kind in types]) if kept.bundled else []
+        self.bundles = [[kept.pairs[place] for place in group] for group in groups]
         together = {pair for bundle in self.bundles for pair in bundle}
         self.whole = [pair for pair in kept.pairs if pair not in together]
         self.leaves, self.state = arrays, len(self.whole) + len(self.bundles)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from sys import getrefcount
 from typing import Any
 from weakref import ref
 
@@ -20,8 +20,6 @@ import jax.numpy as jnp
 
 from isthmus._device.buffer import Buffer, Lost
 from isthmus._device.hosts import copied
-from isthmus._graph.nodes import Leaf
-from isthmus._lazy.trace import trace
 from isthmus._runtime import compiler
 
 Array = Any
@@ -35,26 +33,18 @@ _SMALL = {"cpu": 1}
 _SMALL_ELSEWHERE = 2**14
 # Runs between two reads of the state that pay for a bundle, and how often in a row there may be fewer.
 _RUNS, _TRIES = 3, 3
+# Held while a program runs on its state, so that nobody reads what it is about to replace.
+_lock = threading.RLock()
 _slot: Any = vars(Buffer)["held"]  # where a buffer has its array
 
 
-@dataclass(frozen=True)
-class Kept:
-    """Which leaves of a graph are state, with the outputs that take their places, and the outputs others want."""
-
-    pairs: tuple[tuple[int, int], ...] = ()
-    plain: tuple[int, ...] | None = None
-    bundled: bool = True
-
-
-def bundles_of(pairs: Sequence[tuple[int, int]], leaves: dict[int, Leaf]) -> list[list[tuple[int, int]]]:
-    """Return which of these leaves, each with an output, travel together."""
+def bundles_of(kinds: Sequence[tuple[Shape, Any]]) -> list[list[int]]:
+    """Return which of the arrays of these shapes and dtypes travel together, by their places."""
     limit = _SMALL.get(compiler.platform(), _SMALL_ELSEWHERE)
-    groups: dict[Any, list[tuple[int, int]]] = {}
-    for pair in pairs:
-        kind = leaves[pair[0]].type
-        if math.prod(kind.size) <= limit:
-            groups.setdefault(kind.dtype, []).append(pair)
+    groups: dict[Any, list[int]] = {}
+    for place, (shape, dtype) in enumerate(kinds):
+        if math.prod(shape) <= limit:
+            groups.setdefault(dtype, []).append(place)
     return [group for group in groups.values() if len(group) >= _FEW]
 
 
@@ -78,7 +68,9 @@ def _programs(shapes: tuple[Shape, ...], dtype: Any) -> tuple[Callable[..., Any]
     """Return ``join`` and ``part`` for arrays of these shapes, compiled."""
     examples = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
     whole = jax.ShapeDtypeStruct((sum(math.prod(shape) for shape in shapes),), dtype)
-    return compiler.compile(lambda *a: join(a), examples), compiler.compile(lambda b: part(b, shapes), [whole])
+    return compiler.compile(lambda *a: join(a), examples), compiler.compile(
+        lambda b: part(b, shapes), [whole]
+    )
 
 
 class Resident(Buffer):
@@ -99,7 +91,7 @@ class Resident(Buffer):
 
 
 def _take_back(buffer: Buffer) -> None:
-    with trace.lock:
+    with _lock:
         if type(buffer) is Resident:
             _slot.__get__(buffer).give_back()
 
@@ -120,20 +112,31 @@ class Residence:
 
     def __init__(self, whole: Sequence[Buffer], bundles: Sequence[Sequence[Buffer]]) -> None:
         # The buffers know where their arrays are, so to know the buffers as well would keep both for ever.
-        self.whole, self.bundles = [ref(b) for b in whole], [[ref(b) for b in group] for group in bundles]
+        died = functools.partial(_died, ref(self))
+        self.whole = [ref(b, died) for b in whole]
+        self.bundles = [[ref(b, died) for b in group] for group in bundles]
         self.programs = [
-            _programs(tuple([b.signature.shape for b in group]), group[0].signature.dtype) for group in bundles
+            _programs(tuple([b.signature.shape for b in group]), group[0].signature.dtype)
+            for group in bundles
         ]
         self.arrays: list[Array] | None = None
         self.runs = self.short = 0
+        self.dead = False  # whether a buffer is gone
 
     @property
     def wears(self) -> bool:
         """Whether the state is read so often that its bundles cost more than they save."""
         return bool(self.bundles) and self.short >= _TRIES
 
-    def take(self) -> list[Array]:
-        """Return the arrays for a run, which may destroy them; ``keep`` must be told what takes their places."""
+    def run(self, program: Callable[[list[Array]], Sequence[Array]]) -> Sequence[Array]:
+        """Run a program on the state, which it may destroy; its first results are the new state."""
+        with _lock:
+            state = self._take()
+            found = program(state)
+            self.arrays = list(found[: len(state)])
+        return found
+
+    def _take(self) -> list[Array]:
         if self.arrays is None and not self._adopt():
             whole = [owned(_alive(b).held) for b in self.whole]
             groups = [[_alive(b).held for b in group] for group in self.bundles]
@@ -166,10 +169,10 @@ class Residence:
         for reference in self._buffers():
             _hand_over(_alive(reference), self)
 
-    def keep(self, found: Sequence[Array]) -> None:
-        """Replace the arrays by the first results of a run."""
-        assert self.arrays is not None
-        self.arrays = list(found[: len(self.arrays)])
+    def leave(self) -> None:
+        """Give every buffer its array."""
+        with _lock:
+            self.give_back()
 
     def give_back(self) -> None:
         """Give every buffer its array."""
@@ -189,6 +192,14 @@ class Residence:
                 _restore(reference(), array)
 
 
+def _died(residence: ref[Residence], _: Any) -> None:
+    """Let go of the state of a buffer nobody has any more."""
+    found = residence()
+    if found is not None and not sys.is_finalizing():
+        found.dead = True
+        found.leave()
+
+
 def _alive(reference: ref[Buffer]) -> Buffer:
     buffer = reference()
     assert buffer is not None  # whoever runs the program holds it
@@ -197,4 +208,4 @@ def _alive(reference: ref[Buffer]) -> Buffer:
 
 def owned(array: Array) -> Array:
     """Return an array whose memory may be given away: a copy where somebody else holds it."""
-    return array if getrefcount(array) == _OWNED else copied(array)
+    return array if sys.getrefcount(array) == _OWNED else copied(array)

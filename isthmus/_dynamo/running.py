@@ -1,0 +1,137 @@
+"""Runs of one specialization: its state stays with it, what it writes is rebound, what is new is wrapped."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from sys import getrefcount
+from typing import Any
+
+import torch
+
+from isthmus._device import checks
+from isthmus._device.buffer import Buffer
+from isthmus._device.hosts import copied
+from isthmus._device.plan import TensorSlot
+from isthmus._device.resident import Residence
+from isthmus._dynamo import crossing, record
+from isthmus._dynamo.specialization import Specialization
+
+# A value only its buffer holds is counted there, in the list of inputs and as an argument of getrefcount. One that
+# somebody else holds too is copied before its memory is given away.
+_OWNED = 3
+# How many sets of buffers a program keeps the state of: two models of one class take turns in the same program.
+_RESIDENCES = 8
+_HELD = attrgetter("held")
+
+
+class Run:
+    """A specialization, compiled, as a callable of its arguments and the sources of its inputs."""
+
+    def __init__(self, specialization: Specialization) -> None:
+        self.specialization = specialization
+        self.residences: OrderedDict[tuple[int, ...], Residence] = OrderedDict()
+        self.auto = checks.auto()
+        self._compile()
+
+    def _compile(self) -> None:
+        one = self.specialization
+        state = len(one.whole) + len(one.bundles)
+        targets = [one.targets[group] for group in one.written]
+        places = {index: place for place, index in enumerate(one.others)}
+        self.donated = [places[one.index(at)] for at in targets] if one.donates else []
+        self.call = record.compile(one, (*range(state), *[state + place for place in self.donated]))
+        self.wrap = one.returns.wrapper()
+        here = all(one.local[at] for at in targets)
+        self.rebind = _rebinder(targets, [one.slots[at] for at in targets], here)
+        self.state, self.written = state, len(targets)
+        self.kept = [at for at in one.targets if one.index(at) in {index for index, _ in one.state}]
+        tensors = [
+            here for here, slot in zip(one.local, one.slots, strict=True) if isinstance(slot, TensorSlot)
+        ]
+        self.foreign, self.checked = not all(tensors), bool(one.conditions.errors)
+        # Where every source is a buffer, they are read in a loop that Python does not run.
+        self.plain = not self.foreign and len(tensors) == len(one.kinds)
+
+    def __call__(self, args: list[Any], sources: list[Any]) -> Any:
+        """Run one call; ``args`` and ``sources`` are emptied."""
+        one = self.specialization
+        residence = self._residence(sources) if one.state else None
+        inputs = self._inputs(sources)
+        sources.clear()
+        for index in self.donated:
+            if getrefcount(inputs[index]) != _OWNED:
+                inputs[index] = copied(inputs[index])
+        if residence is None:
+            outputs = self.call(*inputs, one.conditions.before())
+        else:
+            outputs = residence.run(lambda state: self.call(*state, *inputs, one.conditions.before()))
+            if not args[self.kept[0]].is_inference():
+                torch.autograd.graph.increment_version([args[at] for at in self.kept])
+        inputs.clear()
+        if self.foreign:
+            for output in outputs:
+                output.block_until_ready()
+        fresh = outputs[self.state :] if self.state else outputs
+        if self.written:
+            self.rebind(args, fresh)
+            fresh = fresh[self.written :]
+        result = self.wrap(args, fresh)
+        args.clear()
+        if self.checked:
+            one.conditions.settle(outputs[-1], self.auto)
+        return result
+
+    def _inputs(self, sources: list[Any]) -> list[Any]:
+        """Return the arrays of all inputs but the state."""
+        one = self.specialization
+        chosen = [sources[index] for index in one.others] if one.state else sources
+        if self.plain:
+            return [*map(_HELD, chosen)]
+        return [source.held if isinstance(source, Buffer) else source for source in chosen]
+
+    def _residence(self, sources: list[Any]) -> Residence:
+        """Return where the state of these buffers is."""
+        one = self.specialization
+        buffers = [sources[index] for index, _ in one.state]
+        key = tuple(map(id, buffers))
+        found = self.residences.get(key)
+        if found is not None and found.wears:
+            one.bundle(together=False)
+            self._compile()
+            self.residences.clear()
+            found = None
+        if found is None or found.dead:
+            found = self.residences[key] = self._new_residence(sources)
+            if len(self.residences) > _RESIDENCES:
+                self.residences.popitem(last=False)[1].leave()
+        return found
+
+    def _new_residence(self, sources: list[Any]) -> Residence:
+        one = self.specialization
+        groups = [[sources[index] for index, _ in bundle] for bundle in one.bundles]
+        return Residence([sources[index] for index, _ in one.whole], groups)
+
+
+def _rebinder(places: list[int], slots: list[Any], here: bool) -> Callable[[list[Any], Sequence[Any]], None]:
+    """Return the function that gives written arguments their new contents."""
+
+    def rebind(args: list[Any], outputs: Sequence[Any]) -> None:
+        targets = [args[at] for at in places]
+        for target, value in zip(targets, outputs, strict=False):
+            target.untyped_storage()._buffer.held = value  # type: ignore[attr-defined]
+        if not targets[0].is_inference():
+            torch.autograd.graph.increment_version(targets)
+
+    def copy_back(args: list[Any], outputs: Sequence[Any]) -> None:
+        for at, slot, value in zip(places, slots, outputs, strict=False):
+            target = args[at]
+            if target.device.type == "jax":
+                target.untyped_storage()._buffer.held = value
+                torch.autograd.graph.increment_version(target)
+                continue
+            with torch.no_grad():
+                target.copy_(crossing.depart(value, slot.spec.size, slot.spec.stride, target.device))
+
+    return rebind if here else copy_back

@@ -1,0 +1,162 @@
+"""A graph for arguments of given sizes, as a JAX function of arrays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+from torch import Tensor
+from torch.fx import Node
+
+from isthmus._device.buffer import Buffer
+from isthmus._device.checks import Conditions
+from isthmus._device.plan import Slot, Static, TensorSlot, slot_for
+from isthmus._device.resident import bundles_of, join, part
+from isthmus._device.strided import read
+from isthmus._dynamo.evaluate import Evaluation
+from isthmus._dynamo.layout import Symbols
+from isthmus._dynamo.returns import Returns
+from isthmus._graph.layout import span
+from isthmus._ops.checks import collecting
+from isthmus._ops.reinterpret import reinterpret
+from isthmus._runtime import compiler
+from isthmus._runtime.dtypes import to_jax_dtype
+from isthmus.errors import Unsupported
+
+if TYPE_CHECKING:
+    from isthmus._dynamo.program import Program
+
+
+class Specialization:
+    """A program for arguments of given sizes; it keeps none of them."""
+
+    def __init__(self, program: Program, args: list[Any], sources: list[Any]) -> None:
+        self.program = program
+        index = iter(range(len(sources)))
+        self.slots = [_slot(arg, index) for arg in args]
+        self.symbols = Symbols(program.placeholders, args)
+        self.conditions = Conditions()
+        self.kinds = [_kind(source) for source in sources]
+        self.local = [isinstance(a, Tensor) and a.device.type == "jax" for a in args]
+        # Targets on one storage are written one after another; each group of them is one output. A tensor of another
+        # device arrives as an array of its own.
+        storages = [args[at].untyped_storage()._cdata if self.local[at] else (at,) for at in program.targets]
+        self.groups = [storages.index(storage) for storage in storages]
+        self.order = list(dict.fromkeys(self.groups))
+        self.returns = Returns(program.module, program.placeholders, args, self.symbols)
+        here = all(self.local[at] for at in program.targets)
+        self.donates = here and program.options.donate == "auto"
+        self.state = self._state(args) if self.donates else []
+        self.bundle(together=True)
+
+    def _state(self, args: list[Any]) -> list[tuple[int, int]]:
+        """Return the inputs that stay with the program, with the group that is written there.
+
+        Parameters do not: other programs read them between two runs of this one.
+        """
+        found = []
+        for group, target in enumerate(self.targets):
+            alone = self.groups.count(self.order[group]) == 1
+            if alone and not args[target].requires_grad:
+                found.append((self.index(target), group))
+        return found
+
+    @property
+    def targets(self) -> list[int]:
+        """The first argument of each storage that is written to."""
+        return [self.program.targets[group] for group in self.order]
+
+    def index(self, at: int) -> int:
+        """Return which input holds the storage of a tensor argument."""
+        slot = self.slots[at]
+        assert isinstance(slot, TensorSlot)
+        return slot.index
+
+    def bundle(self, together: bool) -> None:
+        """Choose the order of inputs: the state, whole arrays and then bundles of small ones, and all others."""
+        groups = bundles_of([self.kinds[index] for index, _ in self.state]) if together else []
+        self.bundles = [[self.state[place] for place in group] for group in groups]
+        bundled = {pair for bundle in self.bundles for pair in bundle}
+        self.whole = [pair for pair in self.state if pair not in bundled]
+        state = {index for index, _ in self.state}
+        self.others = [index for index in range(len(self.kinds)) if index not in state]
+        written = {group for _, group in self.state}
+        self.written = [group for group in range(len(self.order)) if group not in written]
+
+    @property
+    def examples(self) -> list[Any]:
+        """An example of each input."""
+        kinds = [self.kinds[index] for index, _ in self.whole]
+        for bundle in self.bundles:
+            parts = [self.kinds[index] for index, _ in bundle]
+            kinds.append(((sum(math.prod(shape) for shape, _ in parts),), parts[0][1]))
+        kinds += [self.kinds[index] for index in self.others]
+        return [*[jax.ShapeDtypeStruct(*kind) for kind in kinds], compiler.abstract(self.conditions.before())]
+
+    def _inputs(self, given: Sequence[Any]) -> list[Any]:
+        """Return the inputs in the order of the arguments."""
+        left = iter(given)
+        found = {index: next(left) for index, _ in self.whole}
+        for bundle in self.bundles:
+            parts = part(next(left), [self.kinds[index][0] for index, _ in bundle])
+            found |= {index: array for (index, _), array in zip(bundle, parts, strict=True)}
+        found |= {index: next(left) for index in self.others}
+        return [found[index] for index in range(len(self.kinds))]
+
+    def compute(self, *given: Any) -> tuple[Any, ...]:
+        """Compute state, rewritten storages, new storages, then which condition of a lowering failed first."""
+        program, inputs, before = self.program, self._inputs(given[:-1]), given[-1]
+        words = inputs[-1] if program.draw is not None else None
+        run = Evaluation(program.module, self.symbols, words, self._storages(inputs))
+        with collecting() as found:
+            run.run([_fill(slot, inputs) for slot in self.slots])
+        self.conditions.errors = found.errors
+        failed = [found.first_failed(before)] if found.errors else []
+        values = self._written(run.written, inputs)
+        state = [values[group] for _, group in self.whole]
+        state += [join([values[group] for _, group in bundle]) for bundle in self.bundles]
+        # Rewritten storages come first: XLA gives donated memory to the first result that fits it.
+        return (*state, *[values[group] for group in self.written], *self.returns.arrays(run.values), *failed)
+
+    def _storages(self, inputs: Sequence[Any]) -> dict[Node, Callable[[Any, Any, Any], Any]]:
+        """Return for each tensor argument how strides are read from its whole storage."""
+
+        def reader(node: Node, slot: TensorSlot) -> Callable[[Any, Any, Any], Any]:
+            storage = reinterpret(inputs[slot.index], to_jax_dtype(slot.spec.dtype))
+
+            def of(size: Any, stride: Any, offset: Any) -> Any:
+                # torch's fake tensor may start elsewhere in its storage than the argument does.
+                start = offset - self.symbols(node.meta["val"].storage_offset())
+                if slot.offset_index is None and not 0 <= start <= storage.size - span(size, stride):
+                    raise Unsupported("elements before or after those that an argument shows")
+                return read(storage, size, stride, slot.offset(inputs) + start)
+
+            return of
+
+        pairs = zip(self.program.placeholders, self.slots, strict=True)
+        return {node: reader(node, slot) for node, slot in pairs if isinstance(slot, TensorSlot)}
+
+    def _written(self, written: dict[Node, Any], inputs: Sequence[Any]) -> list[Any]:
+        values: dict[int, Any] = {}
+        for group, at in zip(self.groups, self.program.targets, strict=True):
+            slot = self.slots[at]
+            assert isinstance(slot, TensorSlot)
+            storage = values.get(group, inputs[slot.index])
+            values[group] = slot.write(storage, inputs, written[self.program.placeholders[at]])
+        return [values[group] for group in self.order]
+
+
+def _slot(arg: Any, index: Iterator[int]) -> Slot:
+    return slot_for(arg, False, index) if isinstance(arg, Tensor) else Static(arg)
+
+
+def _fill(slot: Slot, inputs: Sequence[Any]) -> Any:
+    return slot.read(inputs) if isinstance(slot, TensorSlot) else slot.value  # type: ignore[union-attr]
+
+
+def _kind(source: Any) -> tuple[tuple[int, ...], Any]:
+    """Return the shape and dtype of an input."""
+    found = source.signature if isinstance(source, Buffer) else source
+    return tuple(found.shape), found.dtype
