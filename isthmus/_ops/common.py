@@ -19,6 +19,7 @@ from torch._prims_common import elementwise_dtypes
 from isthmus._graph.names import Missing
 from isthmus._graph.schema import schema_of
 from isthmus._ops.registry import lowering
+from isthmus._runtime import compiler
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
 
 Array = Any
@@ -139,6 +140,15 @@ def accumulation_dtype(dtype: Any) -> np.dtype[Any]:
     if dtype in (np.dtype(jnp.bfloat16), np.dtype(np.float16)):
         return np.dtype(np.float32)
     return dtype
+
+
+def product_dtype(dtype: Any) -> np.dtype[Any]:
+    """Return the dtype products of matrices and convolutions of ``dtype`` are asked for.
+
+    Accelerators accumulate half types in float32 whatever the result is, and round it as they store it. On the CPU
+    XLA accumulates in the dtype of the result.
+    """
+    return accumulation_dtype(dtype) if compiler.platform() == "cpu" else np.dtype(dtype)
 
 
 def wrap_dim(dim: int, ndim: int) -> int:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import accumulation_dtype, cast
+from isthmus._ops.common import accumulation_dtype, cast, product_dtype
 from isthmus._ops.matmul import precision
 from isthmus._ops.registry import lowering
 from isthmus.errors import Unsupported
@@ -85,7 +85,7 @@ def convolution(
 ) -> Array:
     """Convolve over one to three spatial dims; half types accumulate in float32."""
     _check(input, weight)
-    wide = accumulation_dtype(input.dtype)
+    wide = product_dtype(input.dtype)
     out = convolve(input, weight, stride, padding, dilation, transposed, output_padding, groups, wide)
     if bias is not None:
         out = out + cast(bias, wide).reshape((-1,) + (1,) * (input.ndim - 2))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import torch
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import accumulation_dtype, cast, keyword_signature, promote
+from isthmus._ops.common import accumulation_dtype, cast, keyword_signature, product_dtype, promote
 from isthmus._ops.registry import lowering
 
 Array = Any
@@ -25,12 +25,12 @@ def precision() -> Any:
     return _PRECISION[torch.get_float32_matmul_precision()]
 
 
-def product(a: Array, b: Array) -> Array:
+def product(a: Array, b: Array, dtype: Any = None) -> Array:
     """Multiply matrices with torch's accumulation: half types in float32."""
     if jnp.issubdtype(a.dtype, jnp.bool_):
         return jnp.matmul(a.astype(jnp.int32), b.astype(jnp.int32)) != 0
-    wide = accumulation_dtype(a.dtype)
-    return jnp.matmul(a, b, precision=precision(), preferred_element_type=wide)
+    found = dtype or product_dtype(a.dtype)
+    return jnp.matmul(a, b, precision=precision(), preferred_element_type=found)
 
 
 @lowering(aten.mm.default, matmul=True)
@@ -68,7 +68,10 @@ def _plus(op: Any, names: tuple[str, str]) -> None:
 
     def lowered(**values: Any) -> Array:
         base, beta, alpha = values["self"], values.get("beta", 1), values.get("alpha", 1)
-        found = product(values[first], values[second])
+        plain = all(isinstance(factor, int) and factor == 1 for factor in (alpha, beta))
+        # What is scaled or summed up is rounded afterwards.
+        dtype = None if plain and op is not aten.addbmm.default else accumulation_dtype(base.dtype)
+        found = product(values[first], values[second], dtype)
         if op is aten.addbmm.default:
             found = found.sum(0)
         wide = found.dtype
