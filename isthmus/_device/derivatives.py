@@ -38,7 +38,7 @@ BY_TORCH = {
     # At zero, one or infinity JAX finds nan, torch a limit or zero.
     aten._cdist_forward.default, aten._linalg_det.default, aten.atan2.default,
     aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default, aten.digamma.default,
-    aten.hypot.default, aten.lgamma.default, aten.linalg_lu.default, aten.linalg_vector_norm.default,
+    aten.hypot.default, aten.i0.default, aten.lgamma.default, aten.linalg_lu.default, aten.linalg_vector_norm.default,
     aten.logit.default, aten.polygamma.default, aten.pow.Scalar, aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor,
     aten.special_entr.default, aten.special_ndtri.default, aten.std.correction, aten.std_mean.correction,
     # A symmetric matrix has its gradient in one triangle, or in both.
