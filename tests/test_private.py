@@ -217,3 +217,19 @@ def test_functions_dynamo_does_not_look_into() -> None:
     opaque = nonstrict_trace(lambda x: x * float(str(2)))
     compiled = torch.compile(lambda x: opaque(x) + 1, backend="aot_eager", fullgraph=True)
     assert compiled(torch.ones(2)).tolist() == [3, 3]
+
+
+def test_tensors_are_told_from_those_of_another_layout() -> None:
+    a, b = torch.arange(6.0, device="jax").view(2, 3), torch.zeros(2, device="jax", requires_grad=True)
+    alike = torch_private.likeness([a, b])
+    assert alike(a, b)
+    assert alike(torch.ones(2, 3, device="jax"), b)
+    others = [a.t(), a.int(), a.view(3, 2), a.flatten(), a.cpu(), a.clone().requires_grad_(), a.expand(2, 3)[:, :2]]
+    assert not any(alike(other, b) for other in others)
+    assert not alike(a, b.detach())
+    a.data = a.data.view(3, 2)
+    assert not alike(a, b)
+    a.data = a.data.view(2, 3)
+    assert alike(a, b)
+    a.t_()
+    assert not alike(a, b)

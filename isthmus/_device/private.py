@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,14 @@ _UNDEFINED = torch._C.DispatchKey.Undefined
 _AUTOCASTS = [key for name, key in torch._C.DispatchKey.__members__.items() if name.startswith("Autocast")]
 _frames = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
 empty_tensor = torch._C._acc.create_empty_tensor
+
+
+def likeness(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """Return a function of as many tensors: whether all have the dtypes, layouts and requires_grad of these, and what
+    decides how ops are dispatched on this thread is the same.
+    """
+    guards = torch._C._dynamo.guards.TensorGuards  # type: ignore[attr-defined]
+    return guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
 
 def redispatch_to_meta(op: OpOverload, *args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from isthmus._device import mode
+from isthmus._device.buffer import buffer_of
 from isthmus._device.entry import alias_pattern, static_part
+from isthmus._device.private import likeness
 from isthmus._dynamo import crossing
 from isthmus._dynamo.options import Options
 from isthmus._dynamo.random import NO_WORDS, Draw
@@ -20,8 +22,7 @@ from isthmus._dynamo.specialization import Specialization
 from isthmus._runtime.hosts import device_number
 
 _aten = torch.ops.aten
-_BUFFER, _IDENTITY = attrgetter("_buffer"), attrgetter("_cdata")
-_SIGNATURE, _DTYPE = attrgetter("signature"), attrgetter("dtype")
+_BUFFER, _SIGNATURE = attrgetter("_buffer"), attrgetter("signature")
 
 
 class Program:
@@ -35,22 +36,26 @@ class Program:
         targets = [node.args[0] for node in nodes if node.target is _aten.copy_.default]
         self.targets = [self.placeholders.index(node) for node in dict.fromkeys(targets)]
         self.runs: OrderedDict[Any, Run] = OrderedDict()
-        # Most calls are like the last one: to compare them costs less than to look for it.
-        self.last: tuple[list[Any], Run] | None = None
+        self.last: Like | None = None
 
     def __call__(self, args: list[Any]) -> Any:
         """Run one call; ``args`` is emptied."""
-        key, sources = _gather(args)
-        if len(self.targets) > 1:
-            key.append(_aliases([args[at] for at in self.targets]))
+        if mode.current.lazy:
+            mode.current.materialise()
         last = self.last
-        run = last[1] if last is not None and last[0] == key else self._find(key, args, sources)
+        sources = last.sources(args) if last is not None else None
+        if last is None or sources is None:
+            key, sources = _gather(args)
+            run = self._find(key, args, sources)
+        else:
+            run = last.run
         if self.draw is not None:
             sources.append(self.draw.words())
         return run(args, sources)
 
     def _find(self, key: list[Any], args: list[Any], sources: list[Any]) -> Run:
-        found = tuple(key)
+        targets = [args[at] for at in self.targets]
+        found = (*key, alias_pattern(tuple(targets)))
         run = self.runs.get(found)
         if run is None:
             words = [NO_WORDS] if self.draw is not None else []
@@ -58,14 +63,33 @@ class Program:
             if len(self.runs) > self.options.programs:
                 self.runs.popitem(last=False)
         self.runs.move_to_end(found)
-        self.last = key, run
+        local = all([isinstance(arg, Tensor) and arg.device.type == "jax" for arg in args])
+        self.last = Like(args, self.targets, run) if local and not found[-1] else None
         return run
 
 
-def _aliases(targets: list[Tensor]) -> tuple[int, ...]:
-    """Return which of the tensors written to share a storage; () where none do."""
-    storages = {*map(_IDENTITY, map(Tensor.untyped_storage, targets))}
-    return () if len(storages) == len(targets) else alias_pattern(tuple(targets))
+class Like:
+    """The last call of a program, to tell whether the next is like it, in loops that Python does not run."""
+
+    def __init__(self, args: list[Any], targets: list[int], run: Run) -> None:
+        self.alike, self.targets, self.run = likeness(args), targets, run
+        self.signatures = [buffer_of(arg).signature for arg in args]
+        self.moved = [arg.storage_offset() != 0 for arg in args]
+
+    def sources(self, args: list[Any]) -> list[Any] | None:
+        """Return where the inputs of a call come from, or None if it is not like the last one."""
+        if not self.alike(*args):
+            return None
+        buffers = [*map(_BUFFER, map(Tensor.untyped_storage, args))]
+        offsets = [*map(Tensor.storage_offset, args)]
+        if [*map(_SIGNATURE, buffers)] != self.signatures or [*map(bool, offsets)] != self.moved:
+            return None
+        if len({*[id(buffers[at]) for at in self.targets]}) != len(self.targets):
+            return None  # storages are written to twice
+        if not any(offsets):
+            return buffers
+        pairs = zip(buffers, offsets, strict=True)
+        return [part for buffer, at in pairs for part in ((buffer, device_number(at)) if at else (buffer,))]
 
 
 def _gather(args: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -73,26 +97,6 @@ def _gather(args: list[Any]) -> tuple[list[Any], list[Any]]:
 
     That is a buffer for each tensor of ours and an array for each other one, followed by an offset where it has one.
     """
-    if mode.current.lazy:
-        mode.current.materialise()
-    try:
-        sources = [*map(_BUFFER, map(Tensor.untyped_storage, args))]
-    except (AttributeError, TypeError):
-        return _gather_each(args)
-    offsets = [*map(Tensor.storage_offset, args)]
-    key = [*map(_SIGNATURE, sources), *map(_DTYPE, args), *map(Tensor.size, args)]
-    # Of a contiguous tensor the size says everything.
-    if not all(map(Tensor.is_contiguous, args)):
-        key += map(Tensor.stride, args)
-    if any(offsets):
-        key += map(bool, offsets)
-        pairs = zip(sources, offsets, strict=True)
-        sources = [part for s, at in pairs for part in ((s, device_number(at)) if at else (s,))]
-    return key, sources
-
-
-def _gather_each(args: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Do the same where some arguments are numbers, or tensors of another device."""
     key: list[Any] = []
     sources: list[Any] = []
     for arg in args:

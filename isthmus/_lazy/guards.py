@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from isthmus._device.private import likeness
 from isthmus._lazy.roots import Roots
 
 _PLAIN = (bool, int, float, complex, str, tuple, type(None))
@@ -16,7 +17,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _BACKWARD_HOOKS, _GRADIENT_HOOKS = (attrgetter(name) for name in _TENSOR_HOOKS)
-_BUFFER, _REQUIRES_GRAD = attrgetter("_buffer"), attrgetter("requires_grad")
+_BUFFER = attrgetter("_buffer")
 _DICTS = ("_parameters", "_buffers", "_modules", *_HOOKS)
 
 
@@ -99,10 +100,7 @@ class Glance:
         self.kept = [value for d in self._dicts() for value in d.values()]
         self.identities = [id(value) for value in self.kept]
         self.buffers = [buffer for _, buffer, _ in guard.buffers]
-        self.layouts = self._layouts()
-        # Of a contiguous tensor the size says everything.
-        self.scattered = [t for t in self.tensors if not t.is_contiguous()]
-        self.strides = [t.stride() for t in self.scattered]
+        self.alike = likeness(self.tensors)
 
     def _dicts(self) -> list[dict[Any, Any]]:
         return [*self.full, *[state for _, states, _ in self.optimizers for state in states.values()]]
@@ -128,13 +126,7 @@ class Glance:
             buffers = [*map(_BUFFER, map(Tensor.untyped_storage, self.tensors))]
         except AttributeError:
             return False  # one has gone to another device
-        if buffers != self.buffers:
-            return False
-        return self._layouts() == self.layouts and [t.stride() for t in self.scattered] == self.strides
-
-    def _layouts(self) -> list[Any]:
-        tensors = self.tensors
-        return [*map(_REQUIRES_GRAD, tensors), *map(Tensor.size, tensors), *map(Tensor.is_contiguous, tensors)]
+        return buffers == self.buffers and self.alike(*self.tensors)
 
 
 def _same(now: dict[str, Any], before: dict[str, Any]) -> bool:
