@@ -24,7 +24,7 @@ from isthmus._runtime import compiler
 
 Array = Any
 Shape = tuple[int, ...]
-# An array only its buffer holds is counted there, in a variable and as an argument of getrefcount.
+# An array only its buffer holds is counted there, in a list and as an argument of getrefcount.
 _OWNED = 3
 # Fewer arrays than this are not worth a bundle.
 _FEW = 4
@@ -138,7 +138,7 @@ class Residence:
 
     def _take(self) -> list[Array]:
         if self.arrays is None and not self._adopt():
-            whole = [owned(_alive(b).held) for b in self.whole]
+            whole = owned([_alive(b).held for b in self.whole])
             groups = [[_alive(b).held for b in group] for group in self.bundles]
             self.begin(whole, groups)
         self.runs += 1
@@ -206,6 +206,10 @@ def _alive(reference: ref[Buffer]) -> Buffer:
     return buffer
 
 
-def owned(array: Array) -> Array:
-    """Return an array whose memory may be given away: a copy where somebody else holds it."""
-    return array if sys.getrefcount(array) == _OWNED else copied(array)
+def owned(arrays: list[Array]) -> list[Array]:
+    """Return the list with copies of those arrays that somebody else holds: their memory may be given away."""
+    for at in range(len(arrays)):
+        # Not in a function of the array: how often a call counts its arguments depends on who runs Python's frames.
+        if sys.getrefcount(arrays[at]) != _OWNED:
+            arrays[at] = copied(arrays[at])
+    return arrays

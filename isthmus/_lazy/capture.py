@@ -298,7 +298,7 @@ class Capture:
         self._use(family.find(dying, kept))
         program, self.lines = self.program, dict(trace.lines)
         self.constants = program.constants(trace)
-        whole = [owned(trace.arrays[leaf]) for leaf, _ in program.whole]
+        whole = owned([trace.arrays[leaf] for leaf, _ in program.whole])
         self.residence.begin(whole, [[trace.arrays[leaf] for leaf, _ in group] for group in program.bundles])
         arrays = [trace.arrays[leaf.index] for leaf in program.arrays]
         draws = trace.draws[: program.draws]
