@@ -279,3 +279,14 @@ def test_a_tensor_saved_for_backward_is_known_to_have_changed(training: Training
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()
     weight.grad = None
+
+
+def test_memory_is_given_away_where_dynamo_runs_frames() -> None:
+    torch.compile(lambda x: x + 1, backend="isthmus")(torch.ones(2, device="jax"))
+    state = torch.arange(3000.0).to("jax") * 1
+    step = isthmus.jit(lambda: state.add_(1))
+    places = []
+    for _ in range(5):
+        step()
+        places.append(isthmus.to_jax(state).unsafe_buffer_pointer())
+    assert len(set(places[1:])) == 1
