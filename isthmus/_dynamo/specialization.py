@@ -47,7 +47,8 @@ class Specialization:
         self.order = list(dict.fromkeys(self.groups))
         self.returns = Returns(program.module, program.placeholders, args, self.symbols)
         here = all(self.local[at] for at in program.targets)
-        self.donates = here and program.options.donate == "auto"
+        traced = any(isinstance(source, Buffer) and source.signature.traced for source in sources)
+        self.donates = here and program.options.donate == "auto" and not traced
         self.state = self._state(args) if self.donates else []
         self.bundle(together=True)
 

@@ -23,7 +23,9 @@ class Checks:
     def first_failed(self, before: Any) -> Any:
         """Return the number of the first condition that fails, counted from 1, unless one has failed before."""
         held = jnp.stack(self.flags)
-        return jnp.where(before != 0, before, jnp.where(held.all(), 0, 1 + held.argmin()).astype(before.dtype))
+        return jnp.where(
+            before != 0, before, jnp.where(held.all(), 0, 1 + held.argmin()).astype(before.dtype)
+        )
 
 
 @contextlib.contextmanager
