@@ -11,7 +11,7 @@ import functools
 import math
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import ref
 
@@ -24,6 +24,8 @@ from isthmus._runtime import compiler
 
 Array = Any
 Shape = tuple[int, ...]
+Kind = tuple[Shape, Any]
+Pair = tuple[int, int]
 # An array only its buffer holds is counted there, in a list and as an argument of getrefcount.
 _OWNED = 3
 # Fewer arrays than this are not worth a bundle.
@@ -36,16 +38,6 @@ _RUNS, _TRIES = 3, 3
 # Held while a program runs on its state, so that nobody reads what it is about to replace.
 _lock = threading.RLock()
 _slot: Any = vars(Buffer)["held"]  # where a buffer has its array
-
-
-def bundles_of(kinds: Sequence[tuple[Shape, Any]]) -> list[list[int]]:
-    """Return which of the arrays of these shapes and dtypes travel together, by their places."""
-    limit = _SMALL.get(compiler.platform(), _SMALL_ELSEWHERE)
-    groups: dict[Any, list[int]] = {}
-    for place, (shape, dtype) in enumerate(kinds):
-        if math.prod(shape) <= limit:
-            groups.setdefault(dtype, []).append(place)
-    return [group for group in groups.values() if len(group) >= _FEW]
 
 
 def join(arrays: Sequence[Array]) -> Array:
@@ -61,6 +53,63 @@ def part(bundle: Array, shapes: Sequence[Shape]) -> list[Array]:
         found.append(jax.lax.slice(bundle, (start,), (end,)).reshape(shape))
         start = end
     return found
+
+
+class Packing:
+    """How the state of a program travels: whole arrays first, then bundles of small ones.
+
+    ``pairs`` are an input and the output that takes its place, by number; ``kinds`` are shapes and dtypes of inputs.
+    """
+
+    def __init__(self, pairs: Sequence[Pair], kinds: Mapping[int, Kind], together: bool = True) -> None:
+        self.kinds = kinds
+        self.bundles = _bundles(pairs, kinds) if together else []
+        bundled = {pair for bundle in self.bundles for pair in bundle}
+        self.whole = [pair for pair in pairs if pair not in bundled]
+        self.inputs = {at for at, _ in pairs}
+
+    def __len__(self) -> int:
+        return len(self.whole) + len(self.bundles)
+
+    def examples(self) -> list[Kind]:
+        """Return the shape and dtype of each array."""
+        found = [self.kinds[at] for at, _ in self.whole]
+        for bundle in self.bundles:
+            size = sum(math.prod(shape) for shape in self._shapes(bundle))
+            found.append(((size,), self.kinds[bundle[0][0]][1]))
+        return found
+
+    def unpack(self, arrays: Iterator[Array]) -> dict[int, Array]:
+        """Return what a program computes with, by input, taking the arrays it was given."""
+        found = {at: next(arrays) for at, _ in self.whole}
+        for bundle in self.bundles:
+            parts = part(next(arrays), self._shapes(bundle))
+            found |= {at: array for (at, _), array in zip(bundle, parts, strict=True)}
+        return found
+
+    def pack(self, outputs: Sequence[Array]) -> list[Array]:
+        """Return the arrays to keep, of all outputs."""
+        whole = [outputs[at] for _, at in self.whole]
+        return [*whole, *[join([outputs[at] for _, at in bundle]) for bundle in self.bundles]]
+
+    def pick(self, values: Callable[[int], Any]) -> tuple[list[Any], list[list[Any]]]:
+        """Return something of each input: of whole arrays, and of those in bundles."""
+        return [values(at) for at, _ in self.whole], [
+            [values(at) for at, _ in bundle] for bundle in self.bundles
+        ]
+
+    def _shapes(self, bundle: Sequence[Pair]) -> list[Shape]:
+        return [self.kinds[at][0] for at, _ in bundle]
+
+
+def _bundles(pairs: Sequence[Pair], kinds: Mapping[int, Kind]) -> list[list[Pair]]:
+    limit = _SMALL.get(compiler.platform(), _SMALL_ELSEWHERE)
+    groups: dict[Any, list[Pair]] = {}
+    for pair in pairs:
+        shape, dtype = kinds[pair[0]]
+        if math.prod(shape) <= limit:
+            groups.setdefault(dtype, []).append(pair)
+    return [group for group in groups.values() if len(group) >= _FEW]
 
 
 @functools.lru_cache(64)

@@ -37,7 +37,7 @@ class Run:
 
     def _compile(self) -> None:
         one = self.specialization
-        state = len(one.whole) + len(one.bundles)
+        state = len(one.packing)
         targets = [one.targets[group] for group in one.written]
         places = {index: place for place, index in enumerate(one.others)}
         self.donated = [places[one.index(at)] for at in targets] if one.donates else []
@@ -46,7 +46,7 @@ class Run:
         here = all(one.local[at] for at in targets)
         self.rebind = _rebinder(targets, [one.slots[at] for at in targets], here)
         self.state, self.written = state, len(targets)
-        self.kept = [at for at in one.targets if one.index(at) in {index for index, _ in one.state}]
+        self.kept = [at for at in one.targets if one.index(at) in one.packing.inputs]
         tensors = [
             here for here, slot in zip(one.local, one.slots, strict=True) if isinstance(slot, TensorSlot)
         ]
@@ -98,20 +98,15 @@ class Run:
         key = tuple(map(id, buffers))
         found = self.residences.get(key)
         if found is not None and found.wears:
-            one.bundle(together=False)
+            one.pack(together=False)
             self._compile()
             self.residences.clear()
             found = None
         if found is None or found.dead:
-            found = self.residences[key] = self._new_residence(sources)
+            found = self.residences[key] = Residence(*one.packing.pick(sources.__getitem__))
             if len(self.residences) > _RESIDENCES:
                 self.residences.popitem(last=False)[1].leave()
         return found
-
-    def _new_residence(self, sources: list[Any]) -> Residence:
-        one = self.specialization
-        groups = [[sources[index] for index, _ in bundle] for bundle in one.bundles]
-        return Residence([sources[index] for index, _ in one.whole], groups)
 
 
 def _rebinder(places: list[int], slots: list[Any], here: bool) -> Callable[[list[Any], Sequence[Any]], None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from torch.fx import Node
 from isthmus._device.buffer import Buffer
 from isthmus._device.checks import Conditions
 from isthmus._device.plan import Slot, Static, TensorSlot, slot_for
-from isthmus._device.resident import bundles_of, join, part
+from isthmus._device.resident import Packing
 from isthmus._device.strided import read
 from isthmus._dynamo.evaluate import Evaluation
 from isthmus._dynamo.layout import Symbols
@@ -50,7 +49,7 @@ class Specialization:
         traced = any(isinstance(source, Buffer) and source.signature.traced for source in sources)
         self.donates = here and program.options.donate == "auto" and not traced
         self.state = self._state(args) if self.donates else []
-        self.bundle(together=True)
+        self.pack(together=True)
 
     def _state(self, args: list[Any]) -> list[tuple[int, int]]:
         """Return the inputs that stay with the program, with the group that is written there.
@@ -75,34 +74,23 @@ class Specialization:
         assert isinstance(slot, TensorSlot)
         return slot.index
 
-    def bundle(self, together: bool) -> None:
-        """Choose the order of inputs: the state, whole arrays and then bundles of small ones, and all others."""
-        groups = bundles_of([self.kinds[index] for index, _ in self.state]) if together else []
-        self.bundles = [[self.state[place] for place in group] for group in groups]
-        bundled = {pair for bundle in self.bundles for pair in bundle}
-        self.whole = [pair for pair in self.state if pair not in bundled]
-        state = {index for index, _ in self.state}
-        self.others = [index for index in range(len(self.kinds)) if index not in state]
-        written = {group for _, group in self.state}
-        self.written = [group for group in range(len(self.order)) if group not in written]
+    def pack(self, together: bool) -> None:
+        """Choose how the state travels."""
+        self.packing = Packing(self.state, dict(enumerate(self.kinds)), together)
+        self.others = [index for index in range(len(self.kinds)) if index not in self.packing.inputs]
+        kept = {group for _, group in self.state}
+        self.written = [group for group in range(len(self.order)) if group not in kept]
 
     @property
     def examples(self) -> list[Any]:
         """An example of each input."""
-        kinds = [self.kinds[index] for index, _ in self.whole]
-        for bundle in self.bundles:
-            parts = [self.kinds[index] for index, _ in bundle]
-            kinds.append(((sum(math.prod(shape) for shape, _ in parts),), parts[0][1]))
-        kinds += [self.kinds[index] for index in self.others]
+        kinds = [*self.packing.examples(), *[self.kinds[index] for index in self.others]]
         return [*[jax.ShapeDtypeStruct(*kind) for kind in kinds], compiler.abstract(self.conditions.before())]
 
     def _inputs(self, given: Sequence[Any]) -> list[Any]:
         """Return the inputs in the order of the arguments."""
         left = iter(given)
-        found = {index: next(left) for index, _ in self.whole}
-        for bundle in self.bundles:
-            parts = part(next(left), [self.kinds[index][0] for index, _ in bundle])
-            found |= {index: array for (index, _), array in zip(bundle, parts, strict=True)}
+        found = self.packing.unpack(left)
         found |= {index: next(left) for index in self.others}
         return [found[index] for index in range(len(self.kinds))]
 
@@ -116,8 +104,7 @@ class Specialization:
         self.conditions.errors = found.errors
         failed = [found.first_failed(before)] if found.errors else []
         values = self._written(run.written, inputs)
-        state = [values[group] for _, group in self.whole]
-        state += [join([values[group] for _, group in bundle]) for bundle in self.bundles]
+        state = self.packing.pack(values)
         # Rewritten storages come first: XLA gives donated memory to the first result that fits it.
         return (*state, *[values[group] for group in self.written], *self.returns.arrays(run.values), *failed)
 

@@ -298,8 +298,8 @@ class Capture:
         self._use(family.find(dying, kept))
         program, self.lines = self.program, dict(trace.lines)
         self.constants = program.constants(trace)
-        whole = owned([trace.arrays[leaf] for leaf, _ in program.whole])
-        self.residence.begin(whole, [[trace.arrays[leaf] for leaf, _ in group] for group in program.bundles])
+        whole, bundles = program.packing.pick(trace.arrays.__getitem__)
+        self.residence.begin(owned(whole), bundles)
         arrays = [trace.arrays[leaf.index] for leaf in program.arrays]
         draws = trace.draws[: program.draws]
         found = self.residence.run(lambda state: program(state, arrays, self.constants, draws))
@@ -324,10 +324,8 @@ class Capture:
         """Run this program from now on: find out where its inputs come from and its results go."""
         self.program = program
         self.inputs = [self.sources[leaf.index] for leaf in program.arrays]
-        whole = [self.sources[leaf][1] for leaf, _ in program.whole]
-        groups = [[self.sources[leaf][1] for leaf, _ in group] for group in program.bundles]
-        self.residence = Residence(whole, groups)
-        state = {id(buffer) for group in (whole, *groups) for buffer in group}
+        self.residence = Residence(*program.packing.pick(lambda leaf: self.sources[leaf][1]))
+        state = {id(self.sources[leaf][1]) for leaf in program.packing.inputs}
         self.writes = [
             (program.places[self.order[n]], n, kind, target)
             for n, (kind, target) in enumerate(self.targets)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from isthmus._device.hosts import array_from_cpu, cpu_from_array
+from isthmus._device.resident import Packing
 from isthmus._graph.graph import Backend, Graph
 from isthmus._graph.nodes import Leaf, Node
 from isthmus._lazy.trace import Trace
@@ -25,8 +26,7 @@ class HostedProgram:
         self.arrays = [leaf for leaf in self.leaves if leaf.kind == "array"]
         self.draws = 1 + max((leaf.index for leaf in self.leaves if leaf.kind == "draw"), default=-1)
         self.donated: tuple[int, ...] = ()
-        self.whole: list[tuple[int, int]] = []
-        self.bundles: list[list[tuple[int, int]]] = []
+        self.packing = Packing((), {})  # it keeps nothing
         self.places = {at: at for at in range(len(graph.outputs))}
 
     def constants(self, trace: Trace) -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from isthmus._device import decompose, strided
 from isthmus._device.build import random_key
 from isthmus._device.checks import Conditions
 from isthmus._device.plan import flatten
-from isthmus._device.resident import bundles_of, join, part
+from isthmus._device.resident import Packing
 from isthmus._graph.graph import Graph, arguments_of, evaluate
 from isthmus._graph.nodes import Call, Leaf, Node
 from isthmus._lazy.trace import Trace
@@ -84,31 +83,23 @@ class XlaProgram:
         self.lines, self.dying, self.kept = lines, dying, kept
         leaves = [n.call for n in graph.inputs if isinstance(n.call, Leaf)]
         arrays = {leaf.index: leaf for leaf in leaves if leaf.kind == "array"}
-        types = [arrays[leaf].type for leaf, _ in kept.pairs]
-        groups = bundles_of([(kind.size, kind.dtype) for kind in types]) if kept.bundled else []
-        self.bundles = [[kept.pairs[place] for place in group] for group in groups]
-        together = {pair for bundle in self.bundles for pair in bundle}
-        self.whole = [pair for pair in kept.pairs if pair not in together]
-        self.leaves, self.state = arrays, len(self.whole) + len(self.bundles)
-        state = {leaf for leaf, _ in kept.pairs}
-        self.arrays = [leaf for leaf in arrays.values() if leaf.index not in state]
+        kinds = {at: (leaf.type.size, to_jax_dtype(leaf.type.dtype)) for at, leaf in arrays.items()}
+        self.packing = Packing(kept.pairs, kinds, kept.bundled)
+        self.arrays = [leaf for at, leaf in arrays.items() if at not in self.packing.inputs]
         plain = range(len(graph.outputs)) if kept.plain is None else kept.plain
-        self.places = {at: self.state + n for n, at in enumerate(plain)}
+        self.places = {at: len(self.packing) + n for n, at in enumerate(plain)}
         self.packs = _pack_sizes(leaves)
         self.draws = 1 + max((leaf.index for leaf in leaves if leaf.kind == "draw"), default=-1)
         self.conditions = NamedConditions()
         self._last: dict[torch.dtype, tuple[bytes, Array]] = {}
         self.donated = self._donated(dying)
-        donated = (*range(self.state), *[self.state + at for at in self.donated])
+        state = len(self.packing)
+        donated = (*range(state), *[state + at for at in self.donated])
         self.executable = compiler.build(self._compute, self._examples(), donated, _OPTIONS, title="a step")
         self.lines = None
 
     def _examples(self) -> list[jax.ShapeDtypeStruct]:
-        whole = [self.leaves[leaf].type for leaf, _ in self.whole]
-        shapes = [(kind.size, to_jax_dtype(kind.dtype)) for kind in whole]
-        for bundle in self.bundles:
-            sizes = [math.prod(shape) for shape in self._shapes(bundle)]
-            shapes.append(((sum(sizes),), to_jax_dtype(self.leaves[bundle[0][0]].type.dtype)))
+        shapes = self.packing.examples()
         shapes += [(leaf.type.size, to_jax_dtype(leaf.type.dtype)) for leaf in self.arrays]
         shapes += [((n,), to_jax_dtype(dtype)) for dtype, n in self.packs.items()]
         shapes += [((len(self.moving),), np.dtype(np.int64))] if self.moving else []
@@ -126,15 +117,9 @@ class XlaProgram:
                 found.append(at)
         return tuple(found)
 
-    def _shapes(self, bundle: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
-        return [self.leaves[leaf].type.size for leaf, _ in bundle]
-
     def _compute(self, *inputs: Array) -> tuple[Array, ...]:
         left = iter(inputs)
-        arrays = {leaf: next(left) for leaf, _ in self.whole}
-        for bundle in self.bundles:
-            parts = part(next(left), self._shapes(bundle))
-            arrays |= {leaf: array for (leaf, _), array in zip(bundle, parts, strict=True)}
+        arrays = self.packing.unpack(left)
         arrays |= {leaf.index: next(left) for leaf in self.arrays}
         packs = {dtype: next(left) for dtype in self.packs}
         places = dict(zip(self.moving, next(left), strict=True)) if self.moving else {}
@@ -163,10 +148,8 @@ class XlaProgram:
         with collecting() as found:
             outputs = evaluate(self.graph, leaves, run)
         self.conditions.errors = found.errors
-        state = [outputs[at] for _, at in self.whole]
-        state += [join([outputs[at] for _, at in bundle]) for bundle in self.bundles]
         failed = [found.first_failed(before)] if found.errors else []
-        return (*state, *[outputs[at] for at in self.places], *failed)
+        return (*self.packing.pack(outputs), *[outputs[at] for at in self.places], *failed)
 
     @contextlib.contextmanager
     def _naming(self, node: Node) -> Iterator[None]:
