@@ -1,4 +1,4 @@
-"""What lazy mode and isthmus.jit cost: recording an op, a GPT's training step, its memory, five thousand steps.
+"""What lazy mode and isthmus.jit cost: recording an op, a training step and the host's part of it, memory, leaks.
 
     python benchmarks/lazy.py                   # everything, for the CPU
     python benchmarks/lazy.py record gpt        # some of it
@@ -32,6 +32,8 @@ from peers.race import race, report
 from peers.training import OptaxTraining
 
 SIZE = gpt.Size(layers=4, width=128, heads=4, context=64, vocabulary=512, batch=4)
+# Next to nothing to compute, with as many arrays.
+TINY = gpt.Size(layers=4, width=8, heads=2, context=4, vocabulary=16, batch=1)
 STEPS = 5
 OPS: dict[str, Callable[[Any, Any], Any]] = {
     "sin": lambda x, y: torch.sin(x),
@@ -113,15 +115,15 @@ def lazily(step: Contender, *batch: Any) -> Callable[[], Any]:
     return call
 
 
-def steps() -> dict[str, Callable[[], Any]]:
+def steps(size: gpt.Size) -> dict[str, Callable[[], Any]]:
     """Return the training step of every contender, on the same weights and the same batch."""
     torch.manual_seed(0)
-    model = gpt.GPT(SIZE)
-    tokens = torch.randint(SIZE.vocabulary, (SIZE.batch, SIZE.context))
+    model = gpt.GPT(size)
+    tokens = torch.randint(size.vocabulary, (size.batch, size.context))
     targets = tokens.roll(-1, 1)
     here = (tokens.to("jax"), targets.to("jax"))
     there = (jnp.asarray(tokens.numpy()), jnp.asarray(targets.numpy()))
-    training = OptaxTraining(gpt.parameters(model), lambda p, x, y: gpt.loss(p, x, y, SIZE))
+    training = OptaxTraining(gpt.parameters(model), lambda p, x, y: gpt.loss(p, x, y, size))
     eager, jitted = Contender(model, "jax"), isthmus.jit(Contender(model, "jax", True))
     compiled = torch.compile(Contender(model, "jax"), backend="isthmus")
     on_cpu = Contender(model, "cpu")
@@ -155,7 +157,7 @@ def peers(model: nn.Module, tokens: Any, targets: Any) -> dict[str, Callable[[],
 
 def run_gpt(rounds: int) -> None:
     """The training step of a small GPT, every way there is."""
-    times = {name: seconds / STEPS for name, seconds in race(steps(), rounds).items()}
+    times = {name: seconds / STEPS for name, seconds in race(steps(SIZE), rounds).items()}
     report("GPT L4 D128 T64 B4, AdamW step", times, "jax.jit with optax", 1.15, "isthmus.jit")
     ratio = times["eager"] / times["lazy"]
     print(f"    {'ok' if ratio >= 2 else 'MISSED'}: lazy is {ratio:.2f} x as fast as eager, at least 2 x")
@@ -219,7 +221,13 @@ def leaks(rounds: int) -> None:
     print(f"    {'ok' if before == after else 'MISSED'}: nothing leaks")
 
 
-PARTS = {"record": record, "gpt": run_gpt, "memory": memory, "leaks": leaks}
+def host(rounds: int) -> None:
+    """The same step with next to nothing to compute: what the host does for it, in Python and in the runtimes."""
+    times = {name: seconds / STEPS for name, seconds in race(steps(TINY), rounds).items()}
+    report("GPT L4 D8 T4 B1, AdamW step", times, "jax.jit with optax")
+
+
+PARTS = {"record": record, "gpt": run_gpt, "host": host, "memory": memory, "leaks": leaks}
 
 
 def main() -> None:

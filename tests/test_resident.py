@@ -24,7 +24,7 @@ from isthmus._lazy.capture import Capture
 from isthmus.errors import IsthmusError
 
 
-@pytest.fixture(params=["bundled", "whole"])
+@pytest.fixture(params=["bundled", pytest.param("whole", marks=pytest.mark.slow)])
 def bundles(request: Any, monkeypatch: Any) -> str:
     """Bundle every array, or none."""
     monkeypatch.setattr(resident, "_SMALL", {"cpu": 2**14 if request.param == "bundled" else 0})
