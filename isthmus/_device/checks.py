@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,11 +32,11 @@ class Conditions:
 
     def __init__(self) -> None:
         self.errors: Sequence[Error] = ()
-        self._none = from_numpy(np.zeros((), np.int32))
 
     def before(self) -> Any:
         """Return the number for the next run."""
-        return _numbers.get(self, self._none)
+        found = _numbers.get(self)
+        return _none() if found is None else found
 
     def settle(self, number: Any, auto: str) -> None:
         """Raise for the number a run returned when the config says; ``auto`` is when it leaves that to us."""
@@ -56,6 +57,12 @@ class Conditions:
         """Return what to raise for one of the conditions."""
         error, message = self.errors[at]
         return error(message)
+
+
+@functools.cache
+def _none() -> Any:
+    """Return the number that says no condition failed."""
+    return from_numpy(np.zeros((), np.int32))
 
 
 def auto() -> str:
