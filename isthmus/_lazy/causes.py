@@ -23,7 +23,7 @@ _WORDS = {
     ("objects", "export_device"): "DLPack",
     ("objects", "_host_bytes"): "the bytes of a storage",
     ("objects", "tensor_str"): "print",
-    ("program", "_gather"): "a compiled function",
+    ("program", "__call__"): "a compiled function",
     ("sized", "entry"): "a size that depends on values",
     ("transfer", "copy_"): "copy_() to another device",
     ("transfer", "equal"): "torch.equal()",
