@@ -76,8 +76,11 @@ def torchax_ops() -> dict[str, Thunk] | None:
     """The five ops under torchax, or None where it is not installed."""
     if importlib.util.find_spec("torchax") is None:
         return None
-    import torchax
-
+    try:
+        import torchax
+    except AttributeError as error:
+        print(f"torchax does not run on torch {torch.__version__}: {error}")
+        return None
     environment = torchax.default_env()
     with environment:
         ops = torch_ops("jax")

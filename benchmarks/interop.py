@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import argparse
 import copy
+import importlib.util
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -106,10 +109,10 @@ def train(rounds: int) -> None:
     contenders["isthmus, optax"] = lambda: other(*ours)
     pure = functional_training(original)
     contenders["isthmus.functional"] = lambda: pure(*arrays)
-    contenders |= torchax_training(original, batch)
     times = race({name: repeated(run) for name, run in contenders.items()}, rounds)
     for name in ("isthmus, torch.optim", "isthmus, optax", "isthmus.functional"):
         report(f"{STEPS} training steps: {name}", times, "jax.jit + optax", 1.1, name)
+    torchax_training()
 
 
 def repeated(run: Callable[[], Any]) -> Callable[[], Any]:
@@ -132,38 +135,13 @@ def functional_training(original: Any) -> Any:
     return OptaxTraining({name: jnp.array(value) for name, value in params.items()}, loss)
 
 
-def torchax_training(original: Any, batch: Any) -> dict[str, Any]:
-    """Return torchax's own train step of the same model, if it is installed."""
-    try:
-        import torchax
-        from torchax import interop
-        from torchax import train as steps
-    except ImportError:
-        return {}
-    env = torchax.default_env()
-    model = copy.deepcopy(original)
-    with env:
-        model.to("jax")
-        weights, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-        transform = optax.adamw(1e-3, weight_decay=0.01)
-        state = interop.call_jax(transform.init, weights)
-        inputs = [part.to("jax") for part in batch]
-
-        def forward(weights: Any, buffers: Any, args: Any) -> Any:
-            return torch.func.functional_call(model, (weights, buffers), args)
-
-        def loss(logits: Any, targets: Any) -> Any:
-            return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-        step = interop.jax_jit(steps.make_train_step(forward, loss, transform), {"donate_argnums": (0, 2)})
-    held = [weights, state]
-
-    def run() -> Any:
-        with env:
-            value, held[0], held[1] = step(held[0], buffers, held[1], inputs[0], inputs[1])
-        return value.jax()
-
-    return {"torchax": run}
+def torchax_training() -> None:
+    """Print the same for torchax, if it is installed, in a process without isthmus."""
+    if importlib.util.find_spec("torchax") is None:
+        return
+    script = Path(__file__).parent / "peers" / "torchax_step.py"
+    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    subprocess.run([sys.executable, str(script)], env=environment, check=False)
 
 
 def main() -> None:
