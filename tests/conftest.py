@@ -57,6 +57,7 @@ def _drop_programs() -> None:
     for kernel in dispatch._kernels.values():
         if isinstance(kernel, dispatch.Kernel):
             kernel.plans.clear()
+            kernel.old.clear()
     programs._families.clear()
     torch._dynamo.reset()
     jax.clear_caches()

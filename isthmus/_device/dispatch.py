@@ -22,7 +22,8 @@ from isthmus._ops.registry import lowering_of
 from isthmus._runtime import private
 
 _building = threading.RLock()
-_LIMIT = 4096
+# How many plans are young. An executable of XLA's takes up to nine memory maps, and Linux gives a process 65,530.
+_LIMIT = 2048
 
 
 class Kernel:
@@ -33,6 +34,7 @@ class Kernel:
         self.functional = functional_of(op) or op
         self.lowering = lowering = lowering_of(self.functional)
         self.plans: dict[tuple[Any, ...], Plan] = {}
+        self.old: dict[tuple[Any, ...], Plan] = {}
         self.recipes: dict[tuple[Any, ...], Plan] = {}
         tensors = {a.name for a in self.schema.arguments if a.kind in ("tensor", "tensors")}
         # A decomposition and the CPU need numbers as they are, so without a lowering they are static.
@@ -51,13 +53,27 @@ class Kernel:
         with _building:
             plan = self.plans.get(key)
             if plan is None:
-                if len(self.plans) >= _LIMIT:  # shapes that never come back must not pile up
-                    self.plans.clear()
-                plan = self.plans[key] = build(self, inputs, values, private.is_traced(inputs))
+                plan = self.old.pop(key, None) or build(self, inputs, values, private.is_traced(inputs))
+                _make_room()
+                self.plans[key] = plan
         return plan
 
 
 _kernels: dict[OpOverload, Kernel | SizedKernel] = {}
+_young = 0
+
+
+def _make_room() -> None:
+    """Count one more young plan. Of too many all become old; an old one that is used is young again, others go."""
+    global _young
+    _young += 1
+    if _young <= _LIMIT:
+        return
+    for kernel in list(_kernels.values()):
+        if isinstance(kernel, Kernel):
+            kernel.old = dict(kernel.plans)
+            kernel.plans.clear()
+    _young = 1
 
 
 def kernel_for(op: OpOverload) -> Callable[..., Any]:
