@@ -157,13 +157,14 @@ def test_batch_sizes_take_turns(bundles: str) -> None:
     training.compare()
 
 
-def test_state_that_is_always_read_is_not_bundled(training: Training) -> None:
+def test_state_that_is_always_read_is_not_bundled(training: Training, bundles: str) -> None:
     count = isthmus.metrics.counts()["compilations"]
     for _ in range(8):
         training.both()
         training.compare()
     # A program is compiled once more: the step of jit, or those of torch.compile for statistics and for moments.
-    assert isthmus.metrics.counts()["compilations"] <= count + 2
+    more = isthmus.metrics.counts()["compilations"] - count
+    assert more in ((1, 2) if bundles == "bundled" else (0,))
     training.both(3)
     assert set(training.where()) == {Resident}
     training.compare()
@@ -248,7 +249,6 @@ def test_a_failed_replay_leaves_the_state(bundles: str, monkeypatch: Any) -> Non
     def fails(*args: Any) -> Any:
         raise RuntimeError("out of memory")
 
-    fails.settle = fails.draws = None  # type: ignore[attr-defined]
     with monkeypatch.context() as patch:
         patch.setattr(type(capture.program), "__call__", fails)
         with pytest.raises(RuntimeError, match="out of memory"):

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 import torch
@@ -91,7 +90,6 @@ def main() -> None:
         race({"jax.jit + optax": by_hand_too, "torchax": run}, 15),
         "jax.jit + optax",
     )
-    jax.clear_caches()
 
 
 if __name__ == "__main__":

@@ -218,13 +218,12 @@ class Residence:
         for reference in self._buffers():
             _hand_over(_alive(reference), self)
 
-    def leave(self) -> None:
-        """Give every buffer its array."""
-        with _lock:
-            self.give_back()
-
     def give_back(self) -> None:
         """Give every buffer its array."""
+        with _lock:
+            self._give_back()
+
+    def _give_back(self) -> None:
         arrays, self.arrays = self.arrays, None
         if arrays is None:
             return
@@ -246,7 +245,7 @@ def _died(residence: ref[Residence], _: Any) -> None:
     found = residence()
     if found is not None and not sys.is_finalizing():
         found.dead = True
-        found.leave()
+        found.give_back()
 
 
 def _alive(reference: ref[Buffer]) -> Buffer:
@@ -255,9 +254,12 @@ def _alive(reference: ref[Buffer]) -> Buffer:
     return buffer
 
 
-def owned(arrays: list[Array]) -> list[Array]:
-    """Return the list with copies of those arrays that somebody else holds: their memory may be given away."""
-    for at in range(len(arrays)):
+def owned(arrays: list[Array], places: Sequence[int] | None = None) -> list[Array]:
+    """Return the list with copies of those arrays, at these places or all, that somebody else holds.
+
+    Then their memory may be given away.
+    """
+    for at in range(len(arrays)) if places is None else places:
         # Not in a function of the array: how often a call counts its arguments depends on who runs Python's frames.
         if sys.getrefcount(arrays[at]) != _OWNED:
             arrays[at] = copied(arrays[at])

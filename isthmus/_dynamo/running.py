@@ -5,22 +5,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from sys import getrefcount
 from typing import Any
 
 import torch
 
 from isthmus._device import checks
 from isthmus._device.buffer import Buffer
-from isthmus._device.hosts import copied
 from isthmus._device.plan import TensorSlot
-from isthmus._device.resident import Residence
+from isthmus._device.resident import Residence, owned
 from isthmus._dynamo import crossing, record
 from isthmus._dynamo.specialization import Specialization
 
-# A value only its buffer holds is counted there, in the list of inputs and as an argument of getrefcount. One that
-# somebody else holds too is copied before its memory is given away.
-_OWNED = 3
 # How many sets of buffers a program keeps the state of: two models of one class take turns in the same program.
 _RESIDENCES = 8
 _HELD = attrgetter("held")
@@ -60,9 +55,7 @@ class Run:
         residence = self._residence(sources) if one.state else None
         inputs = self._inputs(sources)
         sources.clear()
-        for index in self.donated:
-            if getrefcount(inputs[index]) != _OWNED:
-                inputs[index] = copied(inputs[index])
+        owned(inputs, self.donated)
         if residence is None:
             outputs = self.call(*inputs, one.conditions.before())
         else:
@@ -105,7 +98,7 @@ class Run:
         if found is None or found.dead:
             found = self.residences[key] = Residence(*one.packing.pick(sources.__getitem__))
             if len(self.residences) > _RESIDENCES:
-                self.residences.popitem(last=False)[1].leave()
+                self.residences.popitem(last=False)[1].give_back()
         return found
 
 

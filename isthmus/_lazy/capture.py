@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from sys import getrefcount
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from isthmus import config
 from isthmus._device import generator, mode
 from isthmus._device.buffer import Buffer
-from isthmus._device.hosts import copied
 from isthmus._device.private import empty_tensor, restride
 from isthmus._device.resident import Residence, owned
 from isthmus._device.views import attach_to
@@ -32,8 +30,6 @@ from isthmus._runtime.lines import user_line
 from isthmus.errors import JitError
 
 _UNLIMITED = 2**62
-# A value only its buffer holds is counted there, in the list of inputs and as an argument of getrefcount.
-_OWNED = 3
 Layout = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype]
 
 
@@ -345,9 +341,7 @@ class Capture:
         found: Sequence[Any] = ()
         if program is not None:
             inputs = [_take(kind, source, flat) for kind, source in self.inputs]
-            for index in program.donated:
-                if getrefcount(inputs[index]) != _OWNED:
-                    inputs[index] = copied(inputs[index])
+            owned(inputs, program.donated)
             if self.residence.wears:
                 self._use(program.unbundled())
                 program = self.program

@@ -97,6 +97,7 @@ class Glance:
         self.full, self.bare = [d for d in dicts if d], [d for d in dicts if not d]
         self.optimizers = [(o, o.state, settings) for o, settings, _ in guard.optimizers]
         self.parameters, self.tensors = guard.parameters, [row[0] for row in guard.buffers]
+        self.hooks = guard.hooks
         self.kept = [value for d in self._dicts() for value in d.values()]
         self.identities = [id(value) for value in self.kept]
         self.buffers = [buffer for _, buffer, _ in guard.buffers]
@@ -110,16 +111,20 @@ class Glance:
         for module, settings in self.modules:
             if not _same(vars(module), settings):
                 return False
-        if any(self.bare) or any(map(_BACKWARD_HOOKS, self.parameters)):
+        if any(self.bare) or not self._same_hooks():
             return False
         for optimizer, states, groups in self.optimizers:
             if optimizer.state is not states or _settings(optimizer) != groups:
                 return False
         if [*map(id, chain.from_iterable(map(dict.values, self._dicts())))] != self.identities:
             return False
-        if any(map(_GRADIENT_HOOKS, self.parameters)):
-            return False
         return self._same_tensors()
+
+    def _same_hooks(self) -> bool:
+        tensors = self.parameters
+        if not (any(self.hooks) or any(map(_BACKWARD_HOOKS, tensors)) or any(map(_GRADIENT_HOOKS, tensors))):
+            return True
+        return [_hooks(tensor, _TENSOR_HOOKS) for tensor in tensors] == self.hooks
 
     def _same_tensors(self) -> bool:
         try:

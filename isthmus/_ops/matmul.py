@@ -29,7 +29,7 @@ def product(a: Array, b: Array, dtype: Any = None) -> Array:
     """Multiply matrices with torch's accumulation: half types in float32."""
     if jnp.issubdtype(a.dtype, jnp.bool_):
         return jnp.matmul(a.astype(jnp.int32), b.astype(jnp.int32)) != 0
-    found = dtype or product_dtype(a.dtype)
+    found = product_dtype(a.dtype) if dtype is None else dtype
     return jnp.matmul(a, b, precision=precision(), preferred_element_type=found)
 
 
