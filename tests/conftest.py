@@ -3,7 +3,6 @@
 import gc
 import itertools
 import os
-from pathlib import Path
 
 # XLA's optimiser dominates these runs and changes no result that torch promises.
 os.environ.setdefault(
@@ -15,9 +14,9 @@ import pytest
 import torch
 
 import isthmus
+from isthmus._runtime import maps
 
 pytest_plugins = ["tests.conformance.table"]
-_MOST_MAPS = 25_000
 _tests = itertools.count(1)
 
 
@@ -30,7 +29,7 @@ def strict_fallback():
     yield
     isthmus.config.fallback = before
     isthmus.config.check_indices = "auto"
-    if next(_tests) % 20 == 0 and _maps() > _MOST_MAPS:
+    if next(_tests) % 20 == 0 and maps.crowded():
         _drop_programs()
 
 
@@ -39,12 +38,6 @@ def limit(strict_fallback, request):
     """Let ops fall to the CPU, since the test counts those that do; return how many samples to run."""
     isthmus.config.fallback = "cpu"
     return request.config.getoption("--samples")
-
-
-def _maps() -> int:
-    """Return how many memory maps the process has; Linux allows 65,530, and an executable of XLA's takes several."""
-    maps = Path("/proc/self/maps")
-    return maps.read_bytes().count(b"\n") if maps.exists() else 0
 
 
 def _drop_programs() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 import isthmus
 from isthmus._device import dispatch
+from isthmus._runtime import maps
 
 
 @pytest.fixture(autouse=True)
@@ -41,3 +44,21 @@ def test_a_plan_in_use_is_not_compiled_again() -> None:
     cold = 37
     assert isthmus.metrics.counts()["compilations"] - before <= cold
     assert hot.neg()[1].item() == -1
+
+
+def test_plans_go_before_the_process_runs_out_of_memory_maps(monkeypatch: Any) -> None:
+    monkeypatch.setattr(dispatch, "_LIMIT", 10**9)
+    monkeypatch.setattr(dispatch, "_ROUND", 4)
+    monkeypatch.setattr(maps, "limit", lambda: 3)
+    for size in range(3, 60):
+        torch.ones(size, device="jax").neg()
+    assert _count() <= 2 * 4 + 1
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux tells")
+def test_memory_maps_are_counted() -> None:
+    before = maps.count()
+    pages = [mmap.mmap(-1, 4096, prot=access) for access in (mmap.PROT_READ, mmap.PROT_WRITE) * 20]
+    assert maps.count() > before
+    assert maps.limit() > maps.count() > 0
+    del pages

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -80,6 +81,17 @@ def test_meta_views_share_the_storage() -> None:
     assert view.device.type == "jax"
     assert view.stride() == (1, 3)
     assert view.untyped_storage()._cdata == x.untyped_storage()._cdata
+
+
+@pytest.mark.parametrize("device", ["jax", "cpu"])
+def test_views_made_under_a_guard_are_no_views_to_autograd(device: str) -> None:
+    x = torch.zeros(2, 3, device=device, requires_grad=True)
+    with torch_private.restriding():
+        view = x.as_strided((3, 2), (1, 3), 0)
+    assert (view.device.type, view.shape, view.stride()) == (device, (3, 2), (1, 3))
+    assert view.untyped_storage()._cdata == x.untyped_storage()._cdata
+    assert not view.requires_grad
+    assert not view._is_view()
 
 
 def test_become_keeps_identity() -> None:
@@ -224,7 +236,15 @@ def test_tensors_are_told_from_those_of_another_layout() -> None:
     alike = torch_private.likeness([a, b])
     assert alike(a, b)
     assert alike(torch.ones(2, 3, device="jax"), b)
-    others = [a.t(), a.int(), a.view(3, 2), a.flatten(), a.cpu(), a.clone().requires_grad_(), a.expand(2, 3)[:, :2]]
+    others = [
+        a.t(),
+        a.int(),
+        a.view(3, 2),
+        a.flatten(),
+        a.cpu(),
+        a.clone().requires_grad_(),
+        a.expand(2, 3)[:, :2],
+    ]
     assert not any(alike(other, b) for other in others)
     assert not alike(a, b.detach())
     a.data = a.data.view(3, 2)

@@ -14,15 +14,11 @@ Thunk = Callable[[], Any]
 
 
 def wait(result: Any) -> None:
-    """Wait until a result is computed."""
-    if isinstance(result, torch.Tensor):
-        if result.device.type == "jax":
-            # Not torch.jax.synchronize(), which looks at every array there is: JAX's contenders wait for one.
-            jax.block_until_ready(result.untyped_storage()._buffer.value)  # type: ignore[attr-defined]
-        elif result.device.type == "cuda":
-            torch.cuda.synchronize()
-    else:
-        jax.block_until_ready(result)
+    """Wait until a result is computed, and what else was begun: a step's loss is there before its last program ends."""
+    if not isinstance(result, torch.Tensor) or result.device.type == "jax":
+        jax.block_until_ready([array for array in jax.live_arrays() if not array.is_deleted()])
+    elif result.device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def race(contenders: dict[str, Thunk], rounds: int, calls: int = 1) -> dict[str, float]:

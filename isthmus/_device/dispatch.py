@@ -19,11 +19,11 @@ from isthmus._device.sized import SizedKernel
 from isthmus._graph.schema import functional_of, schema_of
 from isthmus._ops import families  # noqa: F401  # importing it files every lowering
 from isthmus._ops.registry import lowering_of
-from isthmus._runtime import private
+from isthmus._runtime import maps, private
 
 _building = threading.RLock()
-# How many plans are young. An executable of XLA's takes up to nine memory maps, and Linux gives a process 65,530.
-_LIMIT = 2048
+# How many plans may be young, and after how many new ones the process's memory maps are counted.
+_LIMIT, _ROUND = 2048, 64
 
 
 class Kernel:
@@ -67,7 +67,7 @@ def _make_room() -> None:
     """Count one more young plan. Of too many all become old; an old one that is used is young again, others go."""
     global _young
     _young += 1
-    if _young <= _LIMIT:
+    if _young <= _LIMIT and not (_young % _ROUND == 0 and maps.crowded()):
         return
     for kernel in list(_kernels.values()):
         if isinstance(kernel, Kernel):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,9 @@ from torch._ops import OpOverload
 
 # The Meta kernels of view ops build a tensor on the storage they are given, whatever its device.
 META = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
+_VIEWS = [key for name, key in torch._C.DispatchKey.__members__.items() if name.startswith("Autograd")]
+_VIEWS.append(torch._C.DispatchKey.ADInplaceOrView)  # type: ignore[attr-defined]
+_TRACKING = functools.reduce(torch._C.DispatchKeySet.add, _VIEWS, torch._C.DispatchKeySet(_VIEWS[-1]))
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
 _UNDEFINED = torch._C.DispatchKey.Undefined
 _AUTOCASTS = [key for name, key in torch._C.DispatchKey.__members__.items() if name.startswith("Autocast")]
@@ -34,6 +38,13 @@ def redispatch_to_meta(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
 def restride(tensor: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
     """Return a tensor on the same storage with this layout."""
     return torch.ops.aten.as_strided.default.redispatch(META, tensor, size, stride, offset)
+
+
+@contextlib.contextmanager
+def restriding() -> Iterator[None]:
+    """Make ``as_strided`` what ``restride`` is, for a third of the cost where there are many."""
+    with torch._C.DisableTorchFunction(), torch._C._ForceDispatchKeyGuard(META, _TRACKING):
+        yield
 
 
 def become(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from isthmus._device.buffer import maker
 from isthmus._device.plan import store
-from isthmus._device.private import restride
+from isthmus._device.private import restriding
 from isthmus._dynamo import crossing
 from isthmus._dynamo.layout import Symbols, root_of
 from isthmus._graph.layout import Spec
@@ -29,11 +30,8 @@ class View:
     start: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return this view of a tensor's storage."""
-        offset = int(tensor.storage_offset()) + self.start
-        if tensor.device.type == "jax":
-            return restride(tensor, self.size, self.stride, offset)
-        return tensor.detach().as_strided(self.size, self.stride, offset)
+        """Return this view of a tensor's storage; ``restriding`` is in force."""
+        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.start)
 
 
 class Returns:
@@ -57,6 +55,7 @@ class Returns:
         self.roots: list[Node] = []
         self.specs: list[Spec] = []
         self.steps: list[_Wrap] = []
+        self.has_views = False
 
     @property
     def count(self) -> int:
@@ -65,7 +64,7 @@ class Returns:
 
     def arrays(self, values: dict[Node, Any]) -> list[Any]:
         """Return the new storages, given the value of every node; called while the program is traced."""
-        self.roots, self.specs, self.steps = [], [], []
+        self.roots, self.specs, self.steps, self.has_views = [], [], [], False
         stored: list[Any] = []
         for node in self.nodes:
             self.steps.append(self._step(node, values, stored))
@@ -88,12 +87,14 @@ class Returns:
         view = self._view(node, root, values)
         if root in self.foreseen and view is not None:
             at = self.places[root]
+            self.has_views = True
             return lambda args, fresh: view.of(args[at])
         if view is None or root in self.places:
             root = node
         index = self._store(root, values[root], stored)
         if root is node or view is None:
             return lambda args, fresh: fresh[index]
+        self.has_views = True
         return lambda args, fresh: view.of(fresh[index])
 
     def _store(self, root: Node, value: Any, stored: list[Any]) -> int:
@@ -120,11 +121,12 @@ class Returns:
         """Return the function that makes the results of a call, given its arguments and the program's arrays."""
         devices = [node.meta["val"].device for node in self.roots]
         makers = [_maker(spec, device) for spec, device in zip(self.specs, devices, strict=True)]
-        steps = self.steps
+        steps, guard = self.steps, restriding if self.has_views else contextlib.nullcontext
 
         def wrap(args: list[Any], outputs: Sequence[Any]) -> Any:
             fresh = [make(output) for make, output in zip(makers, outputs, strict=False)]
-            return [step(args, fresh) for step in steps]
+            with guard():
+                return [step(args, fresh) for step in steps]
 
         return (lambda args, outputs: wrap(args, outputs)[0]) if self.single else wrap
 

@@ -1,0 +1,26 @@
+"""Memory maps: Linux gives a process 65,530 of them, an executable of XLA's takes from two to hundreds, and without
+one more XLA's compiler dies.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+_MAPS, _LIMIT = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
+
+
+def crowded() -> bool:
+    """Return whether the process has taken more than a third of its memory maps."""
+    return count() * 3 > limit()
+
+
+def count() -> int:
+    """Return how many memory maps the process has; none where they are not told."""
+    return _MAPS.read_bytes().count(b"\n") if _MAPS.exists() else 0
+
+
+@functools.cache
+def limit() -> int:
+    """Return how many memory maps a process may have."""
+    return int(_LIMIT.read_text()) if _LIMIT.exists() else 65_530
