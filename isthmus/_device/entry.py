@@ -21,6 +21,7 @@ from __future__ import annotations
 import keyword
 import linecache
 from collections.abc import Callable
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +39,10 @@ if TYPE_CHECKING:
     from isthmus._device.dispatch import Kernel
 
 NUMBERS = frozenset({int, float, bool, complex})
+_TENSORS = frozenset({Tensor, torch.nn.Parameter})
+_STORAGE, _OFFSET, _STRIDE = Tensor.untyped_storage, Tensor.storage_offset, Tensor.stride
+_DTYPE, _SHAPE, _IDENTITY = attrgetter("dtype"), attrgetter("shape"), attrgetter("_cdata")
+_BUFFER, _SIGNATURE, _HELD = attrgetter("_buffer"), attrgetter("signature"), attrgetter("held")
 # Types whose values are equal only where they are the same: no 0.0 and -0.0, no 1 and 1.0 and True.
 _PLAIN = ("int", "SymInt", "bool", "str", "ScalarType", "Layout", "Device", "MemoryFormat")
 _EXACT = {*_PLAIN, *(f"Optional[{name}]" for name in _PLAIN)}
@@ -229,22 +234,46 @@ def list_part(
     """Return a list's part of the key, of tensors and of numbers; a number alone is like a list of one."""
     if type(values) is not list:
         return number_part(values, inputs, number) if dynamic else static_part(values)
+    kinds = {*map(type, values)}
+    if kinds <= _TENSORS:
+        return _tensors_part(values, inputs, array_of, offset_of)
+    if dynamic and kinds <= NUMBERS:
+        inputs += map(number, values)
+        return tuple(map(type, values))
     parts: list[Any] = []
     for value in values:
         if isinstance(value, Tensor):
-            try:
-                buffer = value.untyped_storage()._buffer  # type: ignore[attr-defined]
-            except AttributeError:
-                buffer = foreign(value)
-            offset = value.storage_offset()
-            parts += (buffer.signature, value.dtype, value.shape, value.stride(), offset != 0)
-            held = buffer.held
-            inputs.append(held if array_of is None or type(held) is Node else array_of(buffer))
-            if offset:
-                inputs.append(offset_of(offset))
+            parts += _tensors_part([value], inputs, array_of, offset_of)
         else:
             parts.append(number_part(value, inputs, number) if dynamic else static_part(value))
     return tuple(parts)
+
+
+def _tensors_part(
+    tensors: list[Tensor],
+    inputs: list[Any],
+    array_of: Callable[[Buffer], Any] | None,
+    offset_of: Callable[[Any], Any],
+) -> tuple[Any, ...]:
+    """Return the part of the key that tensors have, made in loops that Python does not run."""
+    try:
+        buffers = [*map(_BUFFER, map(_STORAGE, tensors))]
+    except AttributeError:
+        buffers = [
+            foreign(tensor) if tensor.device.type != "jax" else buffer_of(tensor) for tensor in tensors
+        ]
+    held = [*map(_HELD, buffers)]
+    if array_of is not None:
+        pairs = zip(held, buffers, strict=True)
+        held = [found if type(found) is Node else array_of(buffer) for found, buffer in pairs]
+    offsets = [*map(_OFFSET, tensors)]
+    if any(offsets):
+        for found, offset in zip(held, offsets, strict=True):
+            inputs += (found, offset_of(offset)) if offset else (found,)
+    else:
+        inputs += held
+    layouts = (*map(_SHAPE, tensors), *map(_STRIDE, tensors), *map(bool, offsets))
+    return (*map(_SIGNATURE, buffers), *map(_DTYPE, tensors), *layouts)
 
 
 def foreign(tensor: Tensor) -> Buffer:
@@ -264,7 +293,7 @@ def alias_pattern(values: tuple[Any, ...]) -> tuple[int, ...]:
         if isinstance(value, Tensor):
             storages.append(value.untyped_storage()._cdata)
         elif type(value) is list:
-            storages += [item.untyped_storage()._cdata for item in value if isinstance(item, Tensor)]
+            storages += map(_IDENTITY, map(_STORAGE, [item for item in value if isinstance(item, Tensor)]))
     if len(storages) < 2 or len(set(storages)) == len(storages):
         return ()
     first: dict[int, int] = {}

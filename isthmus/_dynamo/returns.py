@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -121,11 +120,13 @@ class Returns:
         """Return the function that makes the results of a call, given its arguments and the program's arrays."""
         devices = [node.meta["val"].device for node in self.roots]
         makers = [_maker(spec, device) for spec, device in zip(self.specs, devices, strict=True)]
-        steps, guard = self.steps, restriding if self.has_views else contextlib.nullcontext
+        steps, has_views = self.steps, self.has_views
 
         def wrap(args: list[Any], outputs: Sequence[Any]) -> Any:
             fresh = [make(output) for make, output in zip(makers, outputs, strict=False)]
-            with guard():
+            if not has_views:
+                return [step(args, fresh) for step in steps]
+            with restriding():
                 return [step(args, fresh) for step in steps]
 
         return (lambda args, outputs: wrap(args, outputs)[0]) if self.single else wrap
