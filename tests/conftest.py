@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import isthmus
+from isthmus._device import checks
 from isthmus._runtime import maps
 
 pytest_plugins = ["tests.conformance.table"]
@@ -31,6 +32,14 @@ def strict_fallback():
     isthmus.config.check_indices = "auto"
     if next(_tests) % 20 == 0 and maps.crowded():
         _drop_programs()
+
+
+@pytest.fixture
+def settled(strict_fallback):
+    """Ask that a test leaves the mode it found, and forget the conditions nobody looked at."""
+    yield
+    checks.forget()
+    assert isthmus.mode() == "eager"
 
 
 @pytest.fixture
