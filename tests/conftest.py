@@ -43,6 +43,14 @@ def settled(strict_fallback):
 
 
 @pytest.fixture
+def fresh_dynamo():
+    """Let a test compile as if nothing had been compiled before."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def limit(strict_fallback, request):
     """Let ops fall to the CPU, since the test counts those that do; return how many samples to run."""
     isthmus.config.fallback = "cpu"

@@ -13,12 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from isthmus._device import generator
 
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 @torch.library.custom_op("isthmus_tests::plus_one", mutates_args=())
