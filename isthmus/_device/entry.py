@@ -27,13 +27,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from isthmus._device import generator, mode
+from isthmus._device import fit, generator, mode
 from isthmus._device.buffer import Buffer, Signature, buffer_of
 from isthmus._device.hosts import array_from_cpu
 from isthmus._graph.nodes import Node
 from isthmus._graph.schema import ABSENT, Argument
 from isthmus._runtime import private
-from isthmus._runtime.hosts import device_number
+from isthmus._runtime.hosts import LARGEST, device_number
 
 if TYPE_CHECKING:
     from isthmus._device.dispatch import Kernel
@@ -121,10 +121,17 @@ def _body(kernel: Kernel, take: str) -> list[str]:
         extras.append("_own.is_traced")
     if kernel.schema.mutated:
         extras.append("_alias_pattern(_values)")
+    tensor = next((names[a.name] for a in arguments if a.kind == "tensor"), None)
+    dtype = "dtype" if "dtype" in names else None
+    watched = [
+        f"    if _suspicions[{name!r}]({names[name]}, {tensor}, {dtype}):\n        _refuse(_op, _values)"
+        for name in fit.watched(kernel.schema)
+    ]
     return [
         "    _inputs = []",
         *body,
         f"    _values = ({', '.join(names.values())}{',' if names else ''})",
+        *watched,
         f"    _key = ({', '.join([*extras, *keyed])},)",
         f"    _inputs.append(_draw({names.get('generator', 'None')}))" if kernel.random else "",
         "    _plan = _plans.get(_key)",
@@ -190,8 +197,11 @@ def _scope(kernel: Kernel) -> dict[str, Any]:
         "_list_part": list_part,
         "_matmul_precision": torch.get_float32_matmul_precision,
         "_number_part": number_part,
+        "_op": kernel.op,
         "_own": generator.own,
+        "_refuse": fit.refuse,
         "_static_part": static_part,
+        "_suspicions": fit.watched(kernel.schema),
     }
 
 
@@ -207,9 +217,10 @@ def _execute(body: list[str], kernel: Kernel, scope: dict[str, Any]) -> Callable
 
 def number_part(value: Any, inputs: list[Any], number: Callable[[Any], Any]) -> Any:
     """Return a run-time number's part of the key, its type, and add it to the inputs."""
-    if type(value) in NUMBERS:
+    kind = type(value)
+    if kind in NUMBERS:
         inputs.append(number(value))
-        return type(value)
+        return kind if kind is not int or value <= LARGEST else "uint64"
     return static_part(value)
 
 
@@ -237,9 +248,9 @@ def list_part(
     kinds = {*map(type, values)}
     if kinds <= _TENSORS:
         return _tensors_part(values, inputs, array_of, offset_of)
-    if dynamic and kinds <= NUMBERS:
+    if dynamic and kinds == {float}:
         inputs += map(number, values)
-        return tuple(map(type, values))
+        return (float,) * len(values)
     parts: list[Any] = []
     for value in values:
         if isinstance(value, Tensor):

@@ -88,8 +88,10 @@ def numbers_as_tensors(op: OpOverload, values: tuple[Any, ...]) -> tuple[Any, ..
     others = [value for value in values if isinstance(value, torch.Tensor)]
 
     def as_tensor(value: Any) -> torch.Tensor:
-        dtype = torch.result_type(others[0], value) if others else None
-        return torch.tensor(value, dtype=dtype)
+        large = type(value) is int and value > torch.iinfo(torch.int64).max
+        found = torch.tensor(value, dtype=torch.uint64 if large else None)
+        # Converted once it is a tensor, since a number too large wraps around then.
+        return found.to(torch.result_type(others[0], value % 2**63 if large else value)) if others else found
 
     return tuple(as_tensor(v) if number else v for v, number in zip(values, numbers, strict=True))
 

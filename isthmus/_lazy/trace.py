@@ -18,13 +18,12 @@ from isthmus._device import generator
 from isthmus._device.buffer import Buffer, Lost, Signature
 from isthmus._graph.nodes import Node, Type, leaf
 from isthmus._runtime.dtypes import to_torch_dtype
-from isthmus._runtime.hosts import NUMBER_DTYPES
+from isthmus._runtime.hosts import LARGEST, NUMBER_DTYPES
 
 _NUMBERS = {kind: to_torch_dtype(dtype) for kind, dtype in NUMBER_DTYPES.items()}
 _TYPES = {dtype: Type((), dtype) for dtype in [*_NUMBERS.values(), torch.uint64]}
 _OFFSET = Type((), torch.int64)
 _WORDS = Type((4,), torch.uint32)
-_LARGEST = 2**63 - 1
 
 
 class Trace:
@@ -79,7 +78,7 @@ class Trace:
         """Return a new leaf for a Python number: two that are equal now may not be in the next step."""
         kind = type(value)
         dtype = _NUMBERS[kind]
-        if kind is int and value > _LARGEST:
+        if kind is int and value > LARGEST:
             dtype = torch.uint64
         numbers, nodes = self.numbers[dtype], self.number_nodes[dtype]
         at = len(numbers)

@@ -12,6 +12,7 @@ from isthmus._runtime.lines import user_line
 from isthmus.errors import TracedValueError
 
 NUMBER_DTYPES = {bool: np.bool_, int: np.int64, float: np.float64, complex: np.complex128}
+LARGEST = 2**63 - 1  # of an int64; a number above it is a uint64
 _CACHE_LIMIT = 4096
 _numbers: dict[tuple[type, Any], Any] = {}
 
@@ -30,7 +31,7 @@ def device_number(value: Any) -> Any:
 
 
 def _as_numpy(value: Any) -> np.ndarray[Any, Any]:
-    if type(value) is int and value > np.iinfo(np.int64).max:
+    if type(value) is int and value > LARGEST:
         return np.asarray(value, np.uint64)
     return np.asarray(value, NUMBER_DTYPES[type(value)])
 

@@ -1,0 +1,77 @@
+"""Numbers that do not fit a call: refused where torch refuses them, in its words.
+
+Numbers are run-time inputs, so a plan that was compiled for one runs for all; each is looked at before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from isthmus._device import fallback
+from isthmus._device.writes import stand_ins
+from isthmus._graph.schema import Schema
+
+Suspicion = Callable[[Any, Any, Any], bool]
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_RANGES: dict[Any, tuple[float, float]] = {
+    **{dtype: (torch.iinfo(dtype).min, torch.iinfo(dtype).max) for dtype in _INTEGERS},
+    **{dtype: (torch.finfo(dtype).min, torch.finfo(dtype).max) for dtype in _FLOATS},
+}
+_DIVISIONS = ("aten::floor_divide", "aten::remainder", "aten::fmod", "aten::div")
+_LIMIT = 1024
+_fine: set[Any] = set()
+
+
+def too_large(value: Any, tensor: Any, dtype: Any) -> bool:
+    """Return whether a number may be one that a dtype, or else the tensor's, cannot hold."""
+    kind = type(value)
+    if kind is not int and kind is not float:
+        return kind is complex
+    chosen = dtype if type(dtype) is torch.dtype else tensor.dtype if tensor is not None else None
+    low, high = _RANGES.get(chosen, (-math.inf, math.inf))
+    if low <= value <= high:
+        return False
+    return math.isfinite(value) or chosen in _INTEGERS
+
+
+def negative(value: Any, tensor: Any, dtype: Any) -> bool:
+    """Return whether an exponent is negative, where the tensor has integers, or too large."""
+    if type(value) is int and value < 0:
+        return tensor.dtype in _INTEGERS
+    return too_large(value, tensor, dtype)
+
+
+def zero(value: Any, tensor: Any, dtype: Any) -> bool:
+    """Return whether integers are divided by zero, or by what wraps around to it."""
+    if type(value) is not int or not isinstance(tensor, Tensor) or tensor.dtype not in _INTEGERS:
+        return False
+    return value == 0 or too_large(value, tensor, dtype)
+
+
+# By name. What torch stores or compares with as it is must fit; other numbers take part in arithmetic and wrap around.
+_SUSPICIONS: dict[str, Suspicion] = {"exponent": negative, "other": zero}
+_SUSPICIONS |= dict.fromkeys(("value", "fill_value", "min", "max", "s"), too_large)
+
+
+def watched(schema: Schema) -> dict[str, Suspicion]:
+    """Return the numbers of an op that torch may refuse, each with what makes it suspicious."""
+    divides = schema.op._schema.name.rstrip("_") in _DIVISIONS
+    numbers = [a.name for a in schema.arguments if (divides if a.name == "other" else a.kind == "scalar")]
+    return {name: _SUSPICIONS[name] for name in numbers if name in _SUSPICIONS}
+
+
+def refuse(op: OpOverload, values: tuple[Any, ...]) -> None:
+    """Raise what the CPU raises for a call with a suspicious number, if it does."""
+    key = (op, *[value.dtype if isinstance(value, Tensor) else repr(value) for value in values])
+    if key not in _fine:
+        fallback.attempt(op, stand_ins(values))
+        if len(_fine) >= _LIMIT:
+            _fine.clear()
+        _fine.add(key)
