@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -734,3 +736,35 @@ def test_flex_attention_still_refuses_other_devices() -> None:
     x = torch.empty(1, 1, 2, 2, device="meta")
     with pytest.raises(ValueError, match="only supported on"):
         flex_attention(x, x, x)
+
+
+FLEX = """
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+
+def earlier(score, batch, head, query, key):
+    return torch.where(query >= key, score, -float("inf"))
+
+def attend(q):
+    return flex_attention(q, q, q, score_mod=earlier)
+
+q = torch.randn(1, 2, 16, 16)
+wanted = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+x = q.to("jax").requires_grad_()
+{call}
+torch.testing.assert_close(found.detach().cpu(), wanted)
+found.sum().backward()
+assert x.grad.shape == q.shape
+"""
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["found = attend(x)", "found = torch.compile(attend, backend='isthmus')(x)"],
+    ids=["eager", "compiled"],
+)
+def test_flex_attention_is_the_first_thing_a_process_does(call: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FLEX.format(call=call)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -87,10 +87,11 @@ def _load_then_call(op: Any, *args: Any, **kwargs: Any) -> Any:
 def load() -> None:
     """Load JAX and every kernel."""
     _check_in_time()
-    from isthmus._device import autocast, kernels  # noqa: F401
+    from isthmus._device import autocast, kernels, private  # noqa: F401
 
     if "autocast" not in _state:
         _state["autocast"] = autocast.install()
+        private.allow_flex_attention()
 
 
 def _check_in_time() -> None:

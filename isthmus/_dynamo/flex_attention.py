@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch.fx import GraphModule, Node
 
-from isthmus._device.private import allow_flex_attention
 from isthmus._dynamo.evaluate import Evaluation, NodeFailure
 from isthmus._dynamo.subgraphs import Body, Subgraph
 from isthmus._ops.common import accumulation_dtype, cast
@@ -21,8 +20,6 @@ from isthmus._ops.matmul import precision
 
 Array = Any
 _LN2 = math.log(2)  # torch keeps sums and maxima as logarithms to the base of two
-
-allow_flex_attention()
 
 
 @dataclass(frozen=True)
