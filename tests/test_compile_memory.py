@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import isthmus
+from isthmus._dynamo.program import Program
 from tests.test_compile_aliasing import add_and_return, add_only, update
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -257,3 +258,25 @@ def test_a_sliding_view_compiles_once() -> None:
     for _ in range(50):
         step()
     assert isthmus.metrics.counts()["compilations"] == before
+
+
+FORGOTTEN: dict[str, Callable[[Tensor], Any]] = {
+    "a result": lambda x: x.sin() + 1,
+    "a condition": lambda x: x[torch.tensor([0, 1], device=x.device)],
+    "a write": lambda x: x.add_(1),
+    "random numbers": torch.rand_like,
+}
+
+
+@pytest.mark.parametrize("function", FORGOTTEN.values(), ids=FORGOTTEN)
+def test_what_dynamo_forgets_is_freed(function: Callable[[Tensor], Any]) -> None:
+    def programs() -> int:
+        torch._dynamo.reset()
+        gc.collect()
+        return sum(type(found) is Program for found in gc.get_objects())
+
+    before = programs()
+    x = torch.ones(3, device="jax")
+    for _ in range(3):
+        compiled(lambda x: function(x))(x)
+    assert programs() == before

@@ -253,3 +253,10 @@ def test_tensors_are_told_from_those_of_another_layout() -> None:
     assert alike(a, b)
     a.t_()
     assert not alike(a, b)
+
+
+def test_callers_are_forgotten() -> None:
+    assert __file__ in str((jnp.ones(2) + 1).traceback)
+    with jax_private.forgetting_callers():
+        made = jnp.ones(2) + 1
+    assert __file__ not in str(made.traceback)

@@ -15,6 +15,7 @@ from isthmus._device.plan import TensorSlot
 from isthmus._device.resident import Residence, owned
 from isthmus._dynamo import crossing, record
 from isthmus._dynamo.specialization import Specialization
+from isthmus._runtime.private import forgetting_callers
 
 # How many sets of buffers a program keeps the state of: two models of one class take turns in the same program.
 _RESIDENCES = 8
@@ -56,12 +57,14 @@ class Run:
         inputs = self._inputs(sources)
         sources.clear()
         owned(inputs, self.donated)
-        if residence is None:
-            outputs = self.call(*inputs, one.conditions.before())
-        else:
-            outputs = residence.run(lambda state: self.call(*state, *inputs, one.conditions.before()))
-            if not args[self.kept[0]].is_inference():
-                torch.autograd.graph.increment_version([args[at] for at in self.kept])
+        before = one.conditions.before()
+        with forgetting_callers():
+            if residence is None:
+                outputs = self.call(*inputs, before)
+            else:
+                outputs = residence.run(lambda state: self.call(*state, *inputs, before))
+        if residence is not None and not args[self.kept[0]].is_inference():
+            torch.autograd.graph.increment_version([args[at] for at in self.kept])
         inputs.clear()
         if self.foreign:
             for output in outputs:

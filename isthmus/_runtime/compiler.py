@@ -80,7 +80,7 @@ def build(
     """Compile ``function`` for inputs of these shapes, with options for XLA, and keep what can be told about it."""
     options = dict(options or {})
     clock = Clock()
-    with _lock, scoped_x64(), progress.line(title):
+    with _lock, scoped_x64(), progress.line(title), private.forgetting_callers():
         traced = jax.jit(function, donate_argnums=donate).trace(*[abstract(value) for value in inputs])
         clock.lap("trace")
         lowered = traced.lower()

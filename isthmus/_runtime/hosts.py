@@ -9,6 +9,7 @@ import numpy as np
 
 from isthmus._runtime.compiler import default_device, scoped_x64
 from isthmus._runtime.lines import user_line
+from isthmus._runtime.private import forgetting_callers
 from isthmus.errors import TracedValueError
 
 NUMBER_DTYPES = {bool: np.bool_, int: np.int64, float: np.float64, complex: np.complex128}
@@ -39,7 +40,7 @@ def _as_numpy(value: Any) -> np.ndarray[Any, Any]:
 def from_numpy(array: np.ndarray[Any, Any]) -> Any:
     """Return ``array`` on the device, in memory of its own."""
     # A decomposition may ask while its program is traced: the array must be a value, not a tracer of it.
-    with scoped_x64(), jax.ensure_compile_time_eval():
+    with scoped_x64(), jax.ensure_compile_time_eval(), forgetting_callers():
         # device_put may alias the numpy memory on the CPU platform; the tensor it came from can still change.
         return jax.device_put(np.array(array, copy=True), default_device())
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax._src.core import trace_state_clean as trace_state_clean  # false while JAX traces on this thread
 from jax._src.interpreters import partial_eval
+
+# JAX keeps the code of all callers with what it makes, to tell where that came from; under this guard it does not.
+# Dynamo frees a compiled function when the code it made for it dies, so the function's own arrays must not keep it.
+forgetting_callers = getattr(partial_eval, "TracebackScope", contextlib.nullcontext)
 
 
 def fast_call(compiled: jax.stages.Compiled) -> Callable[..., Any]:

@@ -41,11 +41,14 @@ class Trial:
         torch.manual_seed(0)
         return self.at(place)
 
-    def _otherwise_seeded(self) -> list[Any]:
-        """Do it on the CPU with other random numbers, also where a sample seeds the generator itself."""
+    def _is_random(self, want: list[Any], others: range) -> bool:
+        """Return whether the CPU's values follow the seed, also where a sample seeds the generator itself."""
         plain = torch.manual_seed
-        with mock.patch.object(torch, "manual_seed", lambda seed: plain(seed + 1)):
-            return self._seeded("cpu")
+        for other in others:
+            with mock.patch.object(torch, "manual_seed", lambda seed, other=other: plain(seed + other)):
+                if not _all_same(self._seeded("cpu"), want):
+                    return True
+        return False
 
     def _attempt(self, place: str) -> tuple[list[Any], Exception | None]:
         try:
@@ -68,11 +71,17 @@ class Trial:
         compare_forms(got, want, self.device)
         if not self.has_values:
             return
-        if not _all_same(self._otherwise_seeded(), want):  # random
-            if not _all_same(self._seeded("jax"), got):
-                raise Mismatch("a second call after the same manual_seed gives other values")
-            return
-        compare_values(self._seen(got), self._seen(want), self._truth)
+        random = self._is_random(want, range(1, 2))
+        if not random:
+            try:
+                compare_values(self._seen(got), self._seen(want), self._truth)
+            except Mismatch:
+                # Few numbers drawn may by chance come to the same values twice.
+                random = self._is_random(want, range(2, 10))
+                if not random:
+                    raise
+        if random and not _all_same(self._seeded("jax"), got):
+            raise Mismatch("a second call after the same manual_seed gives other values")
 
     def _seen(self, results: list[Any]) -> list[Any]:
         return self.invariant([r.cpu() if isinstance(r, torch.Tensor) else r for r in results])
