@@ -24,8 +24,7 @@ class Uncompilable(Exception):
 def described(error: Exception) -> str:
     """Return an error in one line: of one that wraps a backend's, the backend's."""
     error = getattr(error, "inner_exception", error)
-    first = str(error).strip().split("\n")[0][:240]
-    return f"{type(error).__name__}: {first}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:480]}"
 
 
 @dataclass(frozen=True)
