@@ -19,6 +19,7 @@ from isthmus._graph.schema import Schema
 
 Suspicion = Callable[[Any, Any, Any], bool]
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_WHOLE = (torch.bool, *_INTEGERS)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _RANGES: dict[Any, tuple[float, float]] = {
     **{dtype: (torch.iinfo(dtype).min, torch.iinfo(dtype).max) for dtype in _INTEGERS},
@@ -44,13 +45,13 @@ def too_large(value: Any, tensor: Any, dtype: Any) -> bool:
 def negative(value: Any, tensor: Any, dtype: Any) -> bool:
     """Return whether an exponent is negative, where the tensor has integers, or too large."""
     if type(value) is int and value < 0:
-        return tensor.dtype in _INTEGERS
+        return tensor.dtype in _WHOLE
     return too_large(value, tensor, dtype)
 
 
 def zero(value: Any, tensor: Any, dtype: Any) -> bool:
     """Return whether integers are divided by zero, or by what wraps around to it."""
-    if type(value) is not int or not isinstance(tensor, Tensor) or tensor.dtype not in _INTEGERS:
+    if type(value) is not int or not isinstance(tensor, Tensor) or tensor.dtype not in _WHOLE:
         return False
     return value == 0 or too_large(value, tensor, dtype)
 

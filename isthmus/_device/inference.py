@@ -88,6 +88,8 @@ def numbers_as_tensors(op: OpOverload, values: tuple[Any, ...]) -> tuple[Any, ..
     others = [value for value in values if isinstance(value, torch.Tensor)]
 
     def as_tensor(value: Any) -> torch.Tensor:
+        if type(value) is bool:
+            return torch.tensor(value)  # least of all in promotion, and refused as such
         large = type(value) is int and value > torch.iinfo(torch.int64).max
         found = torch.tensor(value, dtype=torch.uint64 if large else None)
         # Converted once it is a tensor, since a number too large wraps around then.

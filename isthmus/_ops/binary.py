@@ -18,6 +18,8 @@ from isthmus._ops.common import (
     cast,
     divide,
     elementwise,
+    is_bool,
+    ordered,
     promote,
 )
 from isthmus._ops.registry import lowering
@@ -45,6 +47,8 @@ def _with_alpha(op: Any, fn: Any) -> None:
 
     @lowering(op)
     def lowered(self: Any, other: Any, alpha: Any = 1) -> Array:
+        if fn is not _add and (is_bool(self) or is_bool(other)):
+            raise Unsupported("a difference of bools, which torch refuses as well")
         compute, result = promote(self, other)
         scale = None if isinstance(alpha, int) and alpha == 1 else cast(alpha, compute)
         return cast(fn(cast(self, compute), cast(other, compute), scale), result)
@@ -97,17 +101,33 @@ def _remainder(a: Array, b: Array) -> Array:
 def _pow(a: Array, b: Array) -> Array:
     if jnp.issubdtype(a.dtype, jnp.integer):
         return _integer_pow(a, b)
-    return jnp.power(a, b)
+    found = jnp.power(a, b)
+    # The logarithm of a complex zero is of no use.
+    return jnp.where((a == 0) & (b.real > 0), 0, found) if jnp.iscomplexobj(a) else found
 
 
 def _integer_pow(a: Array, b: Array) -> Array:
     """Raise integers with wrap-around; a negative exponent leaves 1 and -1 and turns the rest to 0."""
-    power = jnp.power(a, jnp.abs(b) if jnp.issubdtype(b.dtype, jnp.signedinteger) else b)
     if not jnp.issubdtype(b.dtype, jnp.signedinteger):
-        return power
+        return _repeated_squares(a, b)
+    power = _repeated_squares(a, jnp.abs(b).astype(f"uint{8 * b.dtype.itemsize}"))
     odd = (b & 1) == 1
     inverse = jnp.where(a == 1, 1, jnp.where(a == -1, jnp.where(odd, -1, 1), 0)).astype(a.dtype)
     return jnp.where(b < 0, inverse, power)
+
+
+def _repeated_squares(a: Array, b: Array) -> Array:
+    """Raise integers to unsigned powers; ``jnp.power`` looks at the six lowest bits of an exponent alone."""
+
+    def step(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        product, square, left = state
+        for _ in range(8):  # at once, so that a small exponent takes one round
+            product = jnp.where(left & 1 == 1, product * square, product)
+            square, left = square * square, left >> 1
+        return product, square, left
+
+    a, b = jnp.broadcast_arrays(a, b)
+    return jax.lax.while_loop(lambda state: jnp.any(state[2] != 0), step, (jnp.ones_like(a), a, b))[0]
 
 
 def _maximum(a: Array, b: Array) -> Array:
@@ -122,6 +142,17 @@ def _clamp(x: Array, low: Any = None, high: Any = None) -> Array:
     if low is not None:
         x = jnp.maximum(x, low)
     return x if high is None else jnp.minimum(x, high)
+
+
+def _floating(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of floating-point numbers, the only ones that torch takes."""
+
+    def checked(*given: Array) -> Array:
+        if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in given):
+            raise Unsupported("integers, which torch refuses as well")
+        return fn(*given)
+
+    return checked
 
 
 def logaddexp(a: Array, b: Array) -> Array:
@@ -155,33 +186,33 @@ SAME: dict[Any, Callable[..., Any]] = {
     aten.bitwise_xor.Tensor: jnp.bitwise_xor,
     aten.bitwise_xor.Scalar: jnp.bitwise_xor,
     aten.floor_divide.default: _floor_divide,
-    aten.fmax.default: jnp.fmax,
-    aten.fmin.default: jnp.fmin,
+    aten.fmax.default: ordered(jnp.fmax),
+    aten.fmin.default: ordered(jnp.fmin),
     aten.fmod.Tensor: jax.lax.rem,
     aten.fmod.Scalar: lambda a, b: jax.lax.rem(a, jnp.broadcast_to(b, a.shape)),
-    aten.maximum.default: _maximum,
-    aten.minimum.default: _minimum,
+    aten.maximum.default: ordered(_maximum),
+    aten.minimum.default: ordered(_minimum),
     aten.pow.Tensor_Tensor: _pow,
     aten.pow.Tensor_Scalar: _pow,
     aten.pow.Scalar: _pow,
     aten.remainder.Tensor: _remainder,
     aten.remainder.Scalar: _remainder,
     aten.remainder.Scalar_Tensor: _remainder,
-    aten.clamp.default: _clamp,
-    aten.clamp.Tensor: _clamp,
-    aten.clamp_min.default: jnp.maximum,
-    aten.clamp_min.Tensor: jnp.maximum,
-    aten.clamp_max.default: jnp.minimum,
-    aten.clamp_max.Tensor: jnp.minimum,
+    aten.clamp.default: ordered(_clamp),
+    aten.clamp.Tensor: ordered(_clamp),
+    aten.clamp_min.default: ordered(jnp.maximum),
+    aten.clamp_min.Tensor: ordered(jnp.maximum),
+    aten.clamp_max.default: ordered(jnp.minimum),
+    aten.clamp_max.Tensor: ordered(jnp.minimum),
     aten.gcd.default: jnp.gcd,
     aten.lcm.default: jnp.lcm,
-    aten.hypot.default: jnp.hypot,
-    aten.nextafter.default: jnp.nextafter,
+    aten.hypot.default: _floating(jnp.hypot),
+    aten.nextafter.default: _floating(jnp.nextafter),
 }
 FLOATING: dict[Any, Callable[..., Any]] = {
     aten.div.Tensor: divide,
     aten.div.Scalar: divide,
-    aten.atan2.default: jnp.arctan2,
+    aten.atan2.default: ordered(jnp.arctan2),
     aten.copysign.Tensor: jnp.copysign,
     aten.copysign.Scalar: jnp.copysign,
     aten.logaddexp.default: logaddexp,
@@ -190,10 +221,10 @@ FLOATING: dict[Any, Callable[..., Any]] = {
 COMPARISONS = {
     "eq": jnp.equal,
     "ne": jnp.not_equal,
-    "lt": jnp.less,
-    "le": jnp.less_equal,
-    "gt": jnp.greater,
-    "ge": jnp.greater_equal,
+    "lt": ordered(jnp.less),
+    "le": ordered(jnp.less_equal),
+    "gt": ordered(jnp.greater),
+    "ge": ordered(jnp.greater_equal),
 }
 LOGICAL = {
     aten.logical_and.default: jnp.logical_and,
@@ -277,6 +308,8 @@ def _lerp(op: Any) -> None:
     def lerp(self: Array, end: Array, weight: Any) -> Array:
         """Interpolate from whichever end is nearer, as torch does, so that weight 1 gives ``end`` exactly."""
         compute, result = promote(self, end)
+        if jnp.issubdtype(result, jnp.integer):
+            raise Unsupported("integers, which torch refuses as well")
         a, b, w = cast(self, compute), cast(end, compute), cast(weight, compute)
         near = jnp.abs(w) < 0.5
         return cast(jnp.where(near, a + w * (b - a), b - (b - a) * (1 - w)), result)

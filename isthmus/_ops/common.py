@@ -21,6 +21,7 @@ from isthmus._graph.schema import schema_of
 from isthmus._ops.registry import lowering
 from isthmus._runtime import compiler
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
+from isthmus.errors import Unsupported
 
 Array = Any
 DEFAULT = Promotion.DEFAULT
@@ -52,6 +53,13 @@ def _stand_in(operand: Any) -> Any:
     if isinstance(operand, (bool, int, float, complex)):
         return operand
     return torch.empty((1,) * operand.ndim, dtype=to_torch_dtype(operand.dtype), device="meta")
+
+
+def is_bool(operand: Any) -> bool:
+    """Return whether an array or a number is of truth values."""
+    if isinstance(operand, Number):
+        return operand.kind is bool
+    return isinstance(operand, bool) or getattr(operand, "dtype", None) == jnp.bool_
 
 
 def cast(operand: Any, dtype: Any) -> Array:
@@ -97,6 +105,17 @@ def divide(a: Array, b: Array) -> Array:
     if not b.ndim and jnp.issubdtype(a.dtype, jnp.floating) and not _linear.wanted:
         b = jnp.where(jnp.isnan(a), jnp.ones_like(b), b)
     return jnp.true_divide(a, b)
+
+
+def ordered(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of numbers that have an order; JAX has one for complex numbers, torch refuses them."""
+
+    def checked(*given: Any) -> Array:
+        if any(jnp.iscomplexobj(x) for x in given if x is not None):
+            raise Unsupported("an order of complex numbers, which torch refuses as well")
+        return fn(*given)
+
+    return checked
 
 
 def elementwise(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import jax.scipy.special as jsp
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import INT_TO_FLOAT, NO_OPMATH, cast, elementwise, promote, wrap_dims
+from isthmus._ops.common import INT_TO_FLOAT, NO_OPMATH, cast, elementwise, ordered, promote, wrap_dims
 from isthmus._ops.registry import lowering
 from isthmus.errors import Unsupported
 
@@ -48,9 +48,9 @@ _FLOATING: dict[Any, Any] = {
     aten.special_ndtri.default: lambda x: jsp.ndtri(_real(x)),
     aten.special_log_ndtr.default: lambda x: jsp.log_ndtr(_real(x)),
     aten.special_entr.default: _entr,
-    aten.xlogy.Tensor: _xlogy,
-    aten.xlogy.Scalar_Other: _xlogy,
-    aten.xlogy.Scalar_Self: _xlogy,
+    aten.xlogy.Tensor: ordered(_xlogy),
+    aten.xlogy.Scalar_Other: ordered(_xlogy),
+    aten.xlogy.Scalar_Self: ordered(_xlogy),
     aten.special_xlog1py.default: _xlog1py,
     aten.special_xlog1py.other_scalar: _xlog1py,
     aten.special_xlog1py.self_scalar: _xlog1py,
@@ -73,8 +73,8 @@ elementwise(aten.logit.default, _logit, promote_as=INT_TO_FLOAT, static=["eps"])
 @lowering(aten.heaviside.default)
 def heaviside(self: Array, values: Array) -> Array:
     """0 below zero, 1 above it, ``values`` at it; nan counts as below."""
-    if values.dtype != self.dtype:
-        raise Unsupported("heaviside of two dtypes, which torch refuses as well")
+    if values.dtype != self.dtype or jnp.iscomplexobj(self):
+        raise Unsupported("heaviside of two dtypes or of complex numbers, which torch refuses as well")
     return jnp.where(self == 0, values, cast(self > 0, self.dtype))
 
 
