@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -118,3 +119,14 @@ def test_powers_of_integers_wrap_around_at_any_exponent() -> None:
         powers = torch.full_like(base, exponent)
         assert (base.to("jax") ** exponent).tolist() == (base**exponent).tolist()
         assert (base.to("jax") ** powers.to("jax")).tolist() == (base**powers).tolist()
+
+
+@pytest.mark.parametrize("op", [torch.softmax, torch.log_softmax])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool], ids=str)
+def test_softmax_of_integers_is_refused(op: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    x = torch.ones(3).to(dtype)
+    with pytest.raises(NotImplementedError) as want:
+        op(x, 0)
+    with pytest.raises(NotImplementedError, match=re.escape(str(want.value))):
+        op(x.to("jax"), 0)
+    assert op(x.to("jax"), 0, dtype=torch.float32).dtype == torch.float32

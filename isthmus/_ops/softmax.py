@@ -11,11 +11,14 @@ import jax.numpy as jnp
 from isthmus._graph.names import aten
 from isthmus._ops.common import accumulation_dtype, cast, wrap_dim
 from isthmus._ops.registry import lowering
+from isthmus.errors import Unsupported
 
 Array = Any
 
 
 def _along(function: Callable[[Array, int], Array], x: Array, dim: int, half_to_float: bool) -> Array:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise Unsupported(f"softmax in {x.dtype}, which torch refuses as well")
     result = jnp.float32 if half_to_float else x.dtype
     if x.size == 0:
         return jnp.zeros(x.shape, result)
