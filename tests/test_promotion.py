@@ -130,3 +130,11 @@ def test_softmax_of_integers_is_refused(op: Callable[..., Tensor], dtype: torch.
     with pytest.raises(NotImplementedError, match=re.escape(str(want.value))):
         op(x.to("jax"), 0)
     assert op(x.to("jax"), 0, dtype=torch.float32).dtype == torch.float32
+
+
+@pytest.mark.parametrize("given", [torch.tensor([1.0]).half(), torch.tensor([True]), torch.tensor([-1])])
+def test_bincount_refuses_what_the_cpu_refuses(given: Tensor) -> None:
+    with pytest.raises(RuntimeError) as want:
+        torch.bincount(given)
+    with pytest.raises(type(want.value), match=re.escape(str(want.value))):
+        torch.bincount(given.to("jax"))

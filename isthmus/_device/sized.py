@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch._ops import OpOverload
 
+from isthmus._device import fallback
 from isthmus._device.buffer import wrap
 from isthmus._graph.schema import functional_of, schema_of
 from isthmus._ops.registry import registry
@@ -29,9 +30,19 @@ class SizedKernel:
 
     def entry(self, *args: Any, **kwargs: Any) -> Any:
         """Run one call."""
+        arguments = self.schema.bind(args, kwargs)
+        values = self.schema.ordered(args, kwargs)
+        try:
+            return self._run(arguments)
+        except IsthmusError:
+            raise
+        except Exception:
+            fallback.attempt(self.op, values)  # what the CPU refuses as well is refused in its words
+            raise
+
+    def _run(self, arguments: dict[str, Any]) -> Any:
         from isthmus._device.transfer import array_of
 
-        arguments = self.schema.bind(args, kwargs)
         targets = [arguments.pop(name) for name in self.schema.mutated]
         names = [n for n, v in arguments.items() if isinstance(v, torch.Tensor)]
         arrays = [array_of(arguments.pop(name)) for name in names]
