@@ -30,6 +30,7 @@ CALLS: dict[str, Call] = {
     "mul": lambda x, n: x * n,
     "eq": lambda x, n: x == n,
     "pow": lambda x, n: x**n,
+    "pow of a list": lambda x, n: torch._foreach_pow([x], n)[0],
     "floor_divide": lambda x, n: x // n,
     "remainder": lambda x, n: x % n,
     "fmod": torch.fmod,

@@ -64,7 +64,10 @@ _young = 0
 
 
 def _make_room() -> None:
-    """Count one more young plan. Of too many all become old; an old one that is used is young again, others go."""
+    """Count one more young plan. Of too many, or too many memory maps, all become old: others that were go.
+
+    An old one that is used is young again.
+    """
     global _young
     _young += 1
     if _young <= _LIMIT and not (_young % _ROUND == 0 and maps.crowded()):

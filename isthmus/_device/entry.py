@@ -121,10 +121,10 @@ def _body(kernel: Kernel, take: str) -> list[str]:
         extras.append("_own.is_traced")
     if kernel.schema.mutated:
         extras.append("_alias_pattern(_values)")
-    tensor = next((names[a.name] for a in arguments if a.kind == "tensor"), None)
+    like = next((names[a.name] for a in arguments if a.kind in ("tensor", "tensors")), None)
     dtype = "dtype" if "dtype" in names else None
     watched = [
-        f"    if _suspicions[{name!r}]({names[name]}, {tensor}, {dtype}):\n        _refuse(_op, _values)"
+        f"    if _suspicious_{name}({names[name]}, {like}, {dtype}):\n        _refuse(_op, _values)"
         for name in fit.watched(kernel.schema)
     ]
     return [
@@ -201,7 +201,7 @@ def _scope(kernel: Kernel) -> dict[str, Any]:
         "_own": generator.own,
         "_refuse": fit.refuse,
         "_static_part": static_part,
-        "_suspicions": fit.watched(kernel.schema),
+        **{f"_suspicious_{name}": found for name, found in fit.watched(kernel.schema).items()},
     }
 
 

@@ -30,30 +30,35 @@ _LIMIT = 1024
 _fine: set[Any] = set()
 
 
-def too_large(value: Any, tensor: Any, dtype: Any) -> bool:
-    """Return whether a number may be one that a dtype, or else the tensor's, cannot hold."""
+def too_large(value: Any, like: Any, dtype: Any) -> bool:
+    """Return whether a number may be one that a dtype, or else that of the tensor it meets, cannot hold."""
     kind = type(value)
     if kind is not int and kind is not float:
         return kind is complex
-    chosen = dtype if type(dtype) is torch.dtype else tensor.dtype if tensor is not None else None
+    chosen = dtype if type(dtype) is torch.dtype else _dtype(like)
     low, high = _RANGES.get(chosen, (-math.inf, math.inf))
     if low <= value <= high:
         return False
     return math.isfinite(value) or chosen in _INTEGERS
 
 
-def negative(value: Any, tensor: Any, dtype: Any) -> bool:
+def negative(value: Any, like: Any, dtype: Any) -> bool:
     """Return whether an exponent is negative, where the tensor has integers, or too large."""
     if type(value) is int and value < 0:
-        return tensor.dtype in _WHOLE
-    return too_large(value, tensor, dtype)
+        return _dtype(like) in _WHOLE
+    return too_large(value, like, dtype)
 
 
-def zero(value: Any, tensor: Any, dtype: Any) -> bool:
+def zero(value: Any, like: Any, dtype: Any) -> bool:
     """Return whether integers are divided by zero, or by what wraps around to it."""
-    if type(value) is not int or not isinstance(tensor, Tensor) or tensor.dtype not in _WHOLE:
+    if type(value) is not int or _dtype(like) not in _WHOLE:
         return False
-    return value == 0 or too_large(value, tensor, dtype)
+    return value == 0 or too_large(value, like, dtype)
+
+
+def _dtype(like: Any) -> Any:
+    """Return the dtype of a tensor, or of the first in a list."""
+    return getattr(like[0] if type(like) is list and like else like, "dtype", None)
 
 
 # By name. What torch stores or compares with as it is must fit; other numbers take part in arithmetic and wrap around.

@@ -12,9 +12,9 @@ from torch._ops import OpOverload
 
 # The Meta kernels of view ops build a tensor on the storage they are given, whatever its device.
 META = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
-_VIEWS = [key for name, key in torch._C.DispatchKey.__members__.items() if name.startswith("Autograd")]
-_VIEWS.append(torch._C.DispatchKey.ADInplaceOrView)  # type: ignore[attr-defined]
-_TRACKING = functools.reduce(torch._C.DispatchKeySet.add, _VIEWS, torch._C.DispatchKeySet(_VIEWS[-1]))
+_TRACKERS = [key for name, key in torch._C.DispatchKey.__members__.items() if name.startswith("Autograd")]
+_TRACKERS.append(torch._C.DispatchKey.ADInplaceOrView)  # type: ignore[attr-defined]
+_TRACKING = functools.reduce(torch._C.DispatchKeySet.add, _TRACKERS, torch._C.DispatchKeySet(_TRACKERS[-1]))
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
 _UNDEFINED = torch._C.DispatchKey.Undefined
 _AUTOCASTS = [key for name, key in torch._C.DispatchKey.__members__.items() if name.startswith("Autocast")]
