@@ -61,13 +61,11 @@ def _drop_programs() -> None:
     """Forget every compiled program that can be compiled again."""
     import jax
 
-    from isthmus._device import dispatch
+    from isthmus._device import generations
     from isthmus._lazy import programs
 
-    for kernel in dispatch._kernels.values():
-        if isinstance(kernel, dispatch.Kernel):
-            kernel.plans.clear()
-            kernel.old.clear()
+    for each in list(generations.every):
+        each.clear()
     programs._families.clear()
     torch._dynamo.reset()
     jax.clear_caches()

@@ -63,3 +63,15 @@ def test_a_refused_write_leaves_the_target_unchanged() -> None:
     with pytest.raises((IndexError, RuntimeError)):
         x[torch.tensor([0, 9], device="jax")] = 1.0
     assert x.tolist() == [0, 0, 0]
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_conditions_of_an_op_with_torchs_derivative_reach_the_program() -> None:
+    matrix = torch.tensor([[2.0, 1.0], [1.0, 3.0]])
+    compiled = torch.compile(lambda x: torch.linalg.pinv(x, hermitian=True), backend="isthmus")
+    for _ in range(2):
+        torch.testing.assert_close(
+            compiled(matrix.to("jax")).cpu(), torch.linalg.pinv(matrix, hermitian=True)
+        )
+    with pytest.raises(torch.linalg.LinAlgError, match="failed to converge"):  # type: ignore[attr-defined]
+        compiled(torch.full((2, 2), torch.nan, device="jax"))

@@ -341,6 +341,8 @@ GIVEN: list[tuple[str, Any]] = [
     ("freeze", True),
     ("blocks", "fuse"),
     ("blocks", "auto"),
+    ("keep", "together"),
+    ("keep", "apart"),
     ("xla", {}),
     ("xla", {"xla_embed_ir_in_executable": True}),
 ]

@@ -77,6 +77,8 @@ def samples(op: OpInfo, kind: str, dtype: torch.dtype) -> Iterable[SampleInput]:
     return itertools.islice(made, 3) if kind == "second" else made
 
 
+# Hundreds of samples, each compiled: `unique` takes five minutes where two cores do other things as well.
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("op", "dtype", "entry"), parameters())
 def test_operator(
     op: OpInfo, dtype: torch.dtype, entry: Entry, record_property: Any, limit: int | None

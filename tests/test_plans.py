@@ -10,20 +10,19 @@ import pytest
 import torch
 
 import isthmus
-from isthmus._device import dispatch
+from isthmus._device import generations
 from isthmus._runtime import maps
 
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch: Any) -> None:
     """Let eight plans be young, and the next one make all others old."""
-    monkeypatch.setattr(dispatch, "_LIMIT", 8)
-    monkeypatch.setattr(dispatch, "_young", 8)
+    monkeypatch.setattr(generations, "_LIMIT", 8)
+    monkeypatch.setattr(generations, "_count", 8)
 
 
 def _count() -> int:
-    kernels = [kernel for kernel in dispatch._kernels.values() if isinstance(kernel, dispatch.Kernel)]
-    return sum(len(kernel.plans) + len(kernel.old) for kernel in kernels)
+    return sum(len(each.young) + len(each.old) for each in generations.every)
 
 
 def test_shapes_that_never_come_back_do_not_pile_up() -> None:
@@ -47,12 +46,18 @@ def test_a_plan_in_use_is_not_compiled_again() -> None:
 
 
 def test_plans_go_before_the_process_runs_out_of_memory_maps(monkeypatch: Any) -> None:
-    monkeypatch.setattr(dispatch, "_LIMIT", 10**9)
-    monkeypatch.setattr(dispatch, "_ROUND", 4)
+    monkeypatch.setattr(generations, "_LIMIT", 10**9)
+    monkeypatch.setattr(generations, "_ROUND", 4)
     monkeypatch.setattr(maps, "limit", lambda: 3)
     for size in range(3, 60):
         torch.ones(size, device="jax").neg()
     assert _count() <= 2 * 4 + 1
+
+
+def test_programs_of_ops_with_a_size_from_values_do_not_pile_up_either() -> None:
+    for size in range(3, 40):
+        assert torch.ones(size, device="jax").unique().tolist() == [1.0]
+    assert _count() <= 2 * 8 + 8
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux tells")

@@ -260,3 +260,9 @@ def test_callers_are_forgotten() -> None:
     with jax_private.forgetting_callers():
         made = jnp.ones(2) + 1
     assert __file__ not in str(made.traceback)
+
+
+def test_hooks_on_saved_tensors_are_seen() -> None:
+    assert not torch_private.has_saving_hooks()
+    with torch.autograd.graph.save_on_cpu():
+        assert torch_private.has_saving_hooks()

@@ -23,6 +23,7 @@ from isthmus._device.plan import flatten
 from isthmus._device.private import above_autograd
 from isthmus._graph.names import aten
 from isthmus._graph.schema import schema_of
+from isthmus._ops.checks import collecting, require
 from isthmus._ops.common import Number, linear
 from isthmus._runtime.dtypes import to_torch_dtype
 
@@ -79,6 +80,7 @@ class Call:
 
     def __init__(self, op: OpOverload, tier: Tier, arguments: dict[str, Any]) -> None:
         self.op, self.tier = op, tier
+        self.errors: list[tuple[type[Exception], str]] = []
         self.leaves, self.spec = jax.tree.flatten(arguments)
         self.at = [n for n, leaf in enumerate(self.leaves) if isinstance(leaf, jax.Array)]
         numbers = [leaf.value for leaf in self.leaves if isinstance(leaf, Number)]
@@ -87,17 +89,27 @@ class Call:
 
     def run(self) -> list[Array]:
         """Return the results."""
-        arrays = [self.leaves[n] for n in self.at]
+        computed = self._differentiable()(*[self.leaves[n] for n in self.at])
+        results = computed[: len(computed) - len(self.errors)]
+        for flag, error in zip(computed[len(results) :], self.errors, strict=True):
+            require(flag, *error)
+        return results
+
+    def _differentiable(self) -> Callable[..., list[Array]]:
         if self.op in REVERSE_ONLY:
             pulled = jax.custom_vjp(self._compute)
             pulled.defvjp(lambda *arrays: (self._compute(*arrays), arrays), self._vjp)
-            return pulled(*arrays)
+            return pulled
         moved = jax.custom_jvp(self._compute)
         moved.defjvp(lambda primals, tangents: self._jvp(moved, primals, tangents))
-        return moved(*arrays)
+        return moved
 
     def _compute(self, *arrays: Array) -> list[Array]:
-        return flatten(self.tier(self._arguments(arrays)))
+        """Return the results, then what the op requires: JAX traces this apart, so nothing may leave it but so."""
+        with collecting() as found:
+            results = flatten(self.tier(self._arguments(arrays)))
+        self.errors = found.errors
+        return [*results, *found.flags]
 
     def _arguments(
         self, values: Sequence[Any], leaf: Callable[[Any], Any] = lambda value: value
@@ -134,7 +146,7 @@ class Call:
         wanted = [tensors[n].requires_grad_() for n in varying]
         arguments = self._arguments(tensors, _for_torch) | _NEEDED.get(self.op, {})
         args, kwargs = schema_of(self.op).split(schema_of(self.op).ordered((), arguments))
-        with _recording(), linear():
+        with _recording(), linear(), collecting():  # what the op requires has been looked at
             results = flatten(self.op(*args, **kwargs))
             pairs = [
                 (results[n], wrap(conjugated(g)))

@@ -15,15 +15,14 @@ from torch._ops import OpOverload
 
 from isthmus._device.build import Plan, build
 from isthmus._device.entry import make_entry
+from isthmus._device.generations import Generations
 from isthmus._device.sized import SizedKernel
 from isthmus._graph.schema import functional_of, schema_of
 from isthmus._ops import families  # noqa: F401  # importing it files every lowering
 from isthmus._ops.registry import lowering_of
-from isthmus._runtime import maps, private
+from isthmus._runtime import private
 
 _building = threading.RLock()
-# How many plans may be young, and after how many new ones the process's memory maps are counted.
-_LIMIT, _ROUND = 2048, 64
 
 
 class Kernel:
@@ -33,8 +32,8 @@ class Kernel:
         self.op, self.schema = op, schema_of(op)
         self.functional = functional_of(op) or op
         self.lowering = lowering = lowering_of(self.functional)
-        self.plans: dict[tuple[Any, ...], Plan] = {}
-        self.old: dict[tuple[Any, ...], Plan] = {}
+        self.generations = Generations()
+        self.plans: dict[tuple[Any, ...], Plan] = self.generations.young
         self.recipes: dict[tuple[Any, ...], Plan] = {}
         tensors = {a.name for a in self.schema.arguments if a.kind in ("tensor", "tensors")}
         # A decomposition and the CPU need numbers as they are, so without a lowering they are static.
@@ -52,31 +51,12 @@ class Kernel:
         """Return the plan for a key seen for the first time."""
         with _building:
             plan = self.plans.get(key)
-            if plan is None:
-                plan = self.old.pop(key, None) or build(self, inputs, values, private.is_traced(inputs))
-                _make_room()
-                self.plans[key] = plan
-        return plan
+            if plan is not None:
+                return plan
+            return self.generations.find(key, lambda: build(self, inputs, values, private.is_traced(inputs)))
 
 
 _kernels: dict[OpOverload, Kernel | SizedKernel] = {}
-_young = 0
-
-
-def _make_room() -> None:
-    """Count one more young plan. Of too many, or too many memory maps, all become old: others that were go.
-
-    An old one that is used is young again.
-    """
-    global _young
-    _young += 1
-    if _young <= _LIMIT and not (_young % _ROUND == 0 and maps.crowded()):
-        return
-    for kernel in list(_kernels.values()):
-        if isinstance(kernel, Kernel):
-            kernel.old = dict(kernel.plans)
-            kernel.plans.clear()
-    _young = 1
 
 
 def kernel_for(op: OpOverload) -> Callable[..., Any]:

@@ -165,3 +165,8 @@ def container_of(kind: type) -> tuple[Callable[[Any], Any], Callable[[Any, Any],
     if found is None:
         return None
     return found.flatten_fn, lambda rest, items: found.unflatten_fn(list(items), rest)
+
+
+def has_saving_hooks() -> bool:
+    """Return whether hooks on all saved tensors are in force, as inside ``torch.autograd.graph.save_on_cpu``."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

@@ -11,13 +11,12 @@ from torch._ops import OpOverload
 
 from isthmus._device import fallback
 from isthmus._device.buffer import wrap
+from isthmus._device.generations import Generations
 from isthmus._graph.schema import functional_of, schema_of
 from isthmus._ops.registry import registry
 from isthmus._runtime import compiler
 from isthmus._runtime.dtypes import to_jax_dtype
 from isthmus.errors import IsthmusError
-
-_LIMIT = 1024
 
 
 class SizedKernel:
@@ -26,7 +25,7 @@ class SizedKernel:
     def __init__(self, op: OpOverload) -> None:
         self.op, self.schema = op, schema_of(op)
         self.lowering = registry[functional_of(op) or op]
-        self.programs: dict[Any, Any] = {}
+        self.programs = Generations()
 
     def entry(self, *args: Any, **kwargs: Any) -> Any:
         """Run one call."""
@@ -61,11 +60,12 @@ class SizedKernel:
 
     def _program(self, size: Any, names: list[str], arrays: list[Any], arguments: dict[str, Any]) -> Any:
         key = (size, *[(a.shape, a.dtype) for a in arrays], repr(arguments))
-        if key not in self.programs:
-            if len(self.programs) >= _LIMIT:
-                self.programs.clear()
-            self.programs[key] = compiler.compile(self._function(size, names, arguments), arrays)
-        return self.programs[key]
+        found = self.programs.young.get(key)
+        if found is not None:
+            return found
+        return self.programs.find(
+            key, lambda: compiler.compile(self._function(size, names, arguments), arrays)
+        )
 
     def _function(self, size: Any, names: list[str], arguments: dict[str, Any]) -> Any:
         lowering, find = self.lowering, self.lowering.size

@@ -10,10 +10,18 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from isthmus._dynamo import decompositions
+from isthmus._device.private import has_saving_hooks
+from isthmus._dynamo import blocks, decompositions, keeping, likelihood, pieces
 from isthmus._dynamo.clusters import Clusters
+from isthmus._dynamo.evaluate import NodeFailure
 from isthmus._dynamo.options import Options, parse
-from isthmus._dynamo.private import keep_optimizer_steps_on_device, parameter_places
+from isthmus._dynamo.private import (
+    keep_optimizer_steps_on_device,
+    only_calls_graph,
+    parameter_places,
+)
+from isthmus._dynamo.program import Program
+from isthmus._dynamo.quick import quick
 from isthmus._dynamo.random import key_random_nodes
 
 _numbers = itertools.count()
@@ -32,24 +40,37 @@ def isthmus(
 
     chosen = parse(options)
     number = next(_numbers)
+    alone: list[Clusters] = []
     compiled = aot_autograd(
         fw_compiler=functools.partial(_compile, chosen, f"forward {number}"),
         bw_compiler=functools.partial(_compile, chosen, f"backward {number}"),
-        inference_compiler=functools.partial(_infer, chosen, f"inference {number}"),
-        partition_fn=_partition,
+        inference_compiler=functools.partial(_infer, chosen, f"inference {number}", alone),
+        partition_fn=functools.partial(_partition, chosen),
         decompositions=decompositions.table(),
         keep_inference_input_mutations=True,
     )
-    return compiled(module, example_inputs)
+    wrapped = compiled(module, example_inputs)
+    # Compiled autograd hands its inputs over in lists, which torch's wrapper flattens.
+    nested = any(isinstance(each, (list, tuple, dict)) for each in example_inputs)
+    plain = not nested and not [*module.parameters(), *module.buffers()]
+    return _unwrapped(alone[0], wrapped) if alone and plain else wrapped
 
 
-def _partition(joint: GraphModule, *args: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+def _partition(
+    options: Options, joint: GraphModule, *args: Any, num_fwd_outputs: int, **kwargs: Any
+) -> tuple[GraphModule, GraphModule]:
     """Split the joint graph where the least has to be kept for backward."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     key_random_nodes(joint.graph)
+    likelihood.rewrite(joint.graph)
+    pieces.join(joint.graph)
     _save_what_is_overwritten(joint.graph)
-    return min_cut_rematerialization_partition(joint, *args, **kwargs)
+    split = min_cut_rematerialization_partition(joint, *args, num_fwd_outputs=num_fwd_outputs, **kwargs)
+    one = options.blocks == "fuse" or not any(map(blocks.segments, split))
+    if one and options.keep == "together" and not has_saving_hooks():
+        keeping.together(*split, num_fwd_outputs)
+    return split
 
 
 def _save_what_is_overwritten(graph: Graph) -> None:
@@ -65,25 +86,61 @@ def _save_what_is_overwritten(graph: Graph) -> None:
 
 
 def _compile(
-    options: Options,
-    name: str,
-    module: GraphModule,
-    example_inputs: Sequence[Any],
-    parameters: set[int] | None = None,
+    options: Options, name: str, module: GraphModule, example_inputs: Sequence[Any]
 ) -> Callable[..., Any]:
     """Return the callable torch runs in place of a functional graph."""
+    return _boxed(_clusters(options, name, module))
+
+
+def _clusters(
+    options: Options, name: str, module: GraphModule, parameters: set[int] | None = None
+) -> Clusters:
     key_random_nodes(module.graph)
     module.graph.eliminate_dead_code()
     module.recompile()
-    return _boxed(Clusters(module, options, name, parameters))
+    return Clusters(module, options, name, parameters)
 
 
 def _infer(
-    options: Options, name: str, module: GraphModule, example_inputs: Sequence[Any]
+    options: Options, name: str, alone: list[Clusters], module: GraphModule, example_inputs: Sequence[Any]
 ) -> Callable[..., Any]:
-    """Return the callable for a graph without gradients, whose parameters may be frozen."""
+    """Return the callable for a graph without gradients, whose parameters may be frozen.
+
+    Where it needs nothing of torch's around it, it is also put into ``alone``.
+    """
     parameters = parameter_places() if options.freeze else set()
-    return _compile(options, name, module, example_inputs, parameters)
+    clusters = _clusters(options, name, module, parameters)
+    if only_calls_graph():
+        alone.append(clusters)
+    return _boxed(clusters)
+
+
+def _unwrapped(clusters: Clusters, wrapped: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what runs a graph without AOTAutograd's wrapper, which takes longer than a small program does."""
+
+    def slow(*args: Any) -> Any:
+        # Nodes outside of programs are torch's own, and torch's modes are theirs.
+        if clusters.reasons:
+            return wrapped(*args)
+        try:
+            results = clusters.run([*args])
+        except NodeFailure:
+            return wrapped(*args)
+        shortest[0] = _shortest(clusters.run, slow)
+        return results
+
+    shortest: list[Callable[..., Any]] = [slow]
+    return lambda *args: shortest[0](*args)
+
+
+def _shortest(program: Any, slow: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the shortest way to make the next call, if it is like the last."""
+    like = program.last if isinstance(program, Program) else None
+    if like is None:
+        return slow
+    if like.run.quick is None:
+        like.run.quick = quick(like, slow)
+    return like.run.quick
 
 
 def _boxed(clusters: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from isthmus._device.fallback import FallbackWarning
 from isthmus._dynamo import blocks, freeze, higher_order, record  # noqa: F401
 from isthmus._dynamo.evaluate import NodeFailure, is_lowered
+from isthmus._dynamo.keeping import KEEP, KEPT
 from isthmus._dynamo.options import Options
 from isthmus._dynamo.program import Program
 from isthmus._dynamo.random import Draw
@@ -96,8 +97,8 @@ class Clusters:
         for node in self.module.graph.nodes:
             if node.op != "call_function" or node.meta[_ID] in self.reasons:
                 continue
-            if node.target is _aten.copy_.default or isinstance(node.target, Draw):
-                continue  # writes and draws happen once, between the programs
+            if node.target in (_aten.copy_.default, KEEP, KEPT) or isinstance(node.target, Draw):
+                continue  # writes, draws and what passes to backward happen once, between the programs
             source = node.args[0] if node.target is operator.getitem else None
             if isinstance(source, Node) and source.op == "call_function" and source.meta[_ID] not in inside:
                 continue  # a result of a node outside is taken apart outside

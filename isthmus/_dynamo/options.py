@@ -45,6 +45,12 @@ class Options:
         "Whether identical blocks of a graph, such as the layers of a transformer, are compiled once and called "
         "many times, which compiles faster, or are fused into one program.",
     )
+    keep: str = _option(
+        "together",
+        ("together", "apart"),
+        "How what forward keeps for backward travels: in one tensor, which costs less, or each value in its own, where "
+        "hooks on saved tensors (torch.autograd.graph.save_on_cpu) are to see them.",
+    )
     xla: dict[str, Any] = field(
         default_factory=dict,
         metadata={

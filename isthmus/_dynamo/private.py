@@ -7,6 +7,8 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 GraphBreak = tuple[list[tuple[str, int]], str, str | None]
 """Files and lines, innermost last, the reason, and the function that was given up where it could not be resumed."""
 
@@ -65,3 +67,36 @@ def nonstrict_trace(function: Callable[..., Any]) -> Callable[..., Any]:
     import torch._dynamo
 
     return torch._dynamo.nonstrict_trace(function)  # type: ignore[no-any-return]
+
+
+def only_calls_graph() -> bool:
+    """Return whether AOTAutograd, which is compiling an inference graph, will do nothing but call what is compiled.
+
+    Nothing is written to, no result shows an argument or another result, none is of a subclass or has a size to be
+    marked as changing. What is then left of its wrapper turns off autograd and autocast, which a program asks neither.
+    """
+    context = torch._guards.TracingContext.try_get()
+    meta = context.fw_metadata if context is not None else None
+    if meta is None:
+        return False
+    try:
+        return _adds_nothing(meta)
+    except AttributeError:  # another torch says it in other words: its wrapper is always right
+        return False
+
+
+def _adds_nothing(meta: Any) -> bool:
+    written = (i.mutates_data or i.mutates_metadata or i.mutates_storage_metadata for i in meta.input_info)
+    plain = (
+        type(m).__name__ == "PlainTensorMeta"
+        for m in (*meta.subclass_inp_meta, *meta.subclass_fw_graph_out_meta)
+    )
+    return not (
+        any(written)
+        or meta.num_outputs_aliased
+        or meta.num_intermediate_bases
+        or meta.dynamic_outputs
+        or meta.tokens
+        or meta.num_graphsafe_rng_states
+        or meta.grad_enabled_mutation is not None
+    ) and all(plain)

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from isthmus._device.buffer import maker
+from isthmus._device.buffer import Signature, maker
 from isthmus._device.plan import store
 from isthmus._device.private import restriding
 from isthmus._dynamo import crossing
+from isthmus._dynamo.keeping import KEEP, Contents, Part, token
 from isthmus._dynamo.layout import Symbols, root_of
-from isthmus._graph.layout import Spec
+from isthmus._graph.layout import Spec, packed_strides
 
 _Wrap = Callable[[list[Any], list[Any]], Any]
 
@@ -52,7 +53,7 @@ class Returns:
             if isinstance(arg, Tensor) and symbols.spec(node, tuple(arg.shape)) == Spec.of(arg)
         }
         self.roots: list[Node] = []
-        self.specs: list[Spec] = []
+        self.specs: list[Spec | Contents] = []
         self.steps: list[_Wrap] = []
         self.has_views = False
 
@@ -73,6 +74,8 @@ class Returns:
         """Return how one result is made of the arguments and the new tensors."""
         if not isinstance(node, Node):
             return lambda args, fresh: node
+        if node.target is KEEP:
+            return self._keep(node, values, stored)
         if node.target is torch.ops.aten.copy_.default:
             node = node.args[0]  # what was written there is what the argument now holds
         value = values[node]
@@ -96,6 +99,33 @@ class Returns:
         self.has_views = True
         return lambda args, fresh: view.of(fresh[index])
 
+    def _keep(self, node: Node, values: dict[Node, Any], stored: list[Any]) -> _Wrap:
+        """Return how the tensor that holds what backward needs is made."""
+        nodes: list[Node] = list(node.args[0])  # type: ignore[arg-type]
+        views = {each: self._view(each, root_of(each), values) for each in nodes}
+        specs: dict[Node, Spec] = {}
+        parts: list[Part] = []
+        for each, view in views.items():
+            root = root_of(each)
+            spec = Spec.of(each.meta["val"])
+            if view is None or _fits(values[root], [values[n] for n in nodes if root_of(n) is root]):
+                root, spec, start = (
+                    each,
+                    Spec(spec.size, packed_strides(spec.size, spec.stride), spec.dtype),
+                    0,
+                )
+                specs[root] = spec
+            else:
+                start = view.start
+                specs[root] = self.symbols.root_spec(root, tuple(values[root].shape))
+            parts.append(Part([*specs].index(root), spec, start))
+        arrays = tuple(store(values[root], spec, root.target) for root, spec in specs.items())
+        index = len(stored)
+        self.roots.append(node)
+        self.specs.append(Contents(tuple(Signature.of(array) for array in arrays), tuple(parts)))
+        stored.append(arrays)
+        return lambda args, fresh: fresh[index]
+
     def _store(self, root: Node, value: Any, stored: list[Any]) -> int:
         if root not in self.roots:
             spec = self.symbols.root_spec(root, tuple(value.shape))
@@ -116,10 +146,18 @@ class Returns:
         start = self.symbols(mine.storage_offset()) - self.symbols(its.storage_offset())
         return View(spec.size, spec.stride, start)
 
+    def makers(self) -> list[Callable[[Any], Tensor]] | None:
+        """Return what makes each result of one array, or None where some result is another thing."""
+        same = not self.single and self.nodes == self.roots
+        return self._makers() if same else None
+
+    def _makers(self) -> list[Callable[[Any], Tensor]]:
+        devices = [node.meta["val"].device for node in self.roots]
+        return [_maker(spec, device) for spec, device in zip(self.specs, devices, strict=True)]
+
     def wrapper(self) -> Callable[[list[Any], Sequence[Any]], Any]:
         """Return the function that makes the results of a call, given its arguments and the program's arrays."""
-        devices = [node.meta["val"].device for node in self.roots]
-        makers = [_maker(spec, device) for spec, device in zip(self.specs, devices, strict=True)]
+        makers = self._makers()
         steps, has_views = self.steps, self.has_views
 
         def wrap(args: list[Any], outputs: Sequence[Any]) -> Any:
@@ -132,7 +170,14 @@ class Returns:
         return (lambda args, outputs: wrap(args, outputs)[0]) if self.single else wrap
 
 
-def _maker(spec: Spec, device: torch.device) -> Callable[[Any], Tensor]:
+def _fits(whole: Any, parts: Sequence[Any]) -> bool:
+    """Return whether parts of an array take no more memory than the whole: backward then need not cut them out."""
+    return bool(sum(part.size for part in parts) <= whole.size)
+
+
+def _maker(spec: Spec | Contents, device: torch.device) -> Callable[[Any], Tensor]:
+    if isinstance(spec, Contents):
+        return lambda arrays: token(arrays, spec)
     if device.type == "jax":
         return maker(spec, False)
     return lambda array: crossing.depart(array, spec.size, spec.stride, device)

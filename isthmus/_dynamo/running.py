@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
+import jax
 import torch
 
 from isthmus._device import checks
@@ -14,7 +15,7 @@ from isthmus._device.buffer import Buffer
 from isthmus._device.plan import TensorSlot
 from isthmus._device.resident import Residence, owned
 from isthmus._dynamo import crossing, record
-from isthmus._dynamo.specialization import Specialization
+from isthmus._dynamo.specialization import KeptSlot, Specialization
 from isthmus._runtime.private import forgetting_callers
 
 # How many sets of buffers a program keeps the state of: two models of one class take turns in the same program.
@@ -44,14 +45,27 @@ class Run:
         self.state, self.written = state, len(targets)
         self.kept = [at for at in one.targets if one.index(at) in one.packing.inputs]
         tensors = [
-            here for here, slot in zip(one.local, one.slots, strict=True) if isinstance(slot, TensorSlot)
+            here
+            for here, slot in zip(one.local, one.slots, strict=True)
+            if isinstance(slot, (TensorSlot, KeptSlot))
         ]
         self.foreign, self.checked = not all(tensors), bool(one.conditions.errors)
         # Where every source is a buffer, they are read in a loop that Python does not run.
         self.plain = not self.foreign and len(tensors) == len(one.kinds)
+        # Where nothing is written and nothing required, a run is no more than a call.
+        self.pure = self.plain and not (one.state or targets or self.checked)
+        self.nothing_failed = one.conditions.before()
+        self.quick: Callable[..., Any] | None = None
 
     def __call__(self, args: list[Any], sources: list[Any]) -> Any:
         """Run one call; ``args`` and ``sources`` are emptied."""
+        if self.pure:
+            with forgetting_callers():
+                outputs = self.call(*map(_HELD, sources), self.nothing_failed)
+            sources.clear()
+            result = self.wrap(args, outputs)
+            args.clear()
+            return result
         one = self.specialization
         residence = self._residence(sources) if one.state else None
         inputs = self._inputs(sources)
@@ -67,8 +81,7 @@ class Run:
             torch.autograd.graph.increment_version([args[at] for at in self.kept])
         inputs.clear()
         if self.foreign:
-            for output in outputs:
-                output.block_until_ready()
+            jax.block_until_ready(outputs)
         fresh = outputs[self.state :] if self.state else outputs
         if self.written:
             self.rebind(args, fresh)

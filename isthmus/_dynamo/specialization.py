@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,6 +16,7 @@ from isthmus._device.plan import Slot, Static, TensorSlot, slot_for
 from isthmus._device.resident import Packing
 from isthmus._device.strided import read
 from isthmus._dynamo.evaluate import Evaluation
+from isthmus._dynamo.keeping import Contents, Part, contents_of
 from isthmus._dynamo.layout import Symbols
 from isthmus._dynamo.returns import Returns
 from isthmus._graph.layout import span
@@ -85,7 +87,7 @@ class Specialization:
     def examples(self) -> list[Any]:
         """An example of each input."""
         kinds = [*self.packing.examples(), *[self.kinds[index] for index in self.others]]
-        return [*[jax.ShapeDtypeStruct(*kind) for kind in kinds], compiler.abstract(self.conditions.before())]
+        return [*map(_example, kinds), compiler.abstract(self.conditions.before())]
 
     def _inputs(self, given: Sequence[Any]) -> list[Any]:
         """Return the inputs in the order of the arguments."""
@@ -136,15 +138,38 @@ class Specialization:
         return [values[group] for group in self.order]
 
 
-def _slot(arg: Any, index: Iterator[int]) -> Slot:
+@dataclass(frozen=True)
+class KeptSlot:
+    """An argument that holds what forward kept: the input it is, and the values to be found there."""
+
+    index: int
+    parts: tuple[Part, ...]
+
+    def read(self, inputs: Sequence[Any]) -> list[Any]:
+        """Return the values."""
+        return [part.read(inputs[self.index]) for part in self.parts]
+
+
+def _slot(arg: Any, index: Iterator[int]) -> Slot | KeptSlot:
+    contents = contents_of(arg)
+    if contents is not None:
+        return KeptSlot(next(index), contents.parts)
     return slot_for(arg, False, index) if isinstance(arg, Tensor) else Static(arg)
 
 
-def _fill(slot: Slot, inputs: Sequence[Any]) -> Any:
-    return slot.read(inputs) if isinstance(slot, TensorSlot) else slot.value  # type: ignore[union-attr]
+def _fill(slot: Slot | KeptSlot, inputs: Sequence[Any]) -> Any:
+    return slot.read(inputs) if isinstance(slot, (TensorSlot, KeptSlot)) else slot.value  # type: ignore[union-attr]
 
 
-def _kind(source: Any) -> tuple[tuple[int, ...], Any]:
-    """Return the shape and dtype of an input."""
+def _kind(source: Any) -> Any:
+    """Return the shape and dtype of an input, or those of each array of one that is kept."""
     found = source.signature if isinstance(source, Buffer) else source
+    if isinstance(found, Contents):
+        return [(signature.shape, signature.dtype) for signature in found.arrays]
     return tuple(found.shape), found.dtype
+
+
+def _example(kind: Any) -> Any:
+    if isinstance(kind, list):
+        return tuple(jax.ShapeDtypeStruct(*each) for each in kind)
+    return jax.ShapeDtypeStruct(*kind)

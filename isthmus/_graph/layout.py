@@ -61,3 +61,10 @@ def storage_shape(size: Ints, stride: Ints) -> Ints:
 def storage_order(size: Ints, stride: Ints) -> list[int]:
     """Return the dims from the largest stride to the smallest."""
     return sorted(range(len(size)), key=lambda d: (-stride[d], d))
+
+
+def packed_strides(size: Ints, stride: Ints) -> Ints:
+    """Return the strides of a layout without gaps whose dims lie in memory in the same order."""
+    order = storage_order(size, stride)
+    packed = dict(zip(order, contiguous_strides([size[d] for d in order]), strict=True))
+    return tuple(packed[d] for d in range(len(size)))

@@ -171,7 +171,7 @@ def _nll(
     return cast(found, x.dtype), cast(total, x.dtype)
 
 
-def _nll_backward(
+def nll_gradient(
     grad: Array,
     x: Array,
     target: Array,
@@ -179,15 +179,17 @@ def _nll_backward(
     reduction: int,
     ignore_index: int,
     total: Array,
-) -> Array:
+) -> tuple[Array, Array]:
+    """Return which log probabilities are their targets', and the gradient of each target's."""
     dim, wide = min(1, x.ndim - 1), accumulation_dtype(x.dtype)
     target = target.astype(jnp.int64)
     weights = _target_weights(target, weight, x.shape[dim], ignore_index, wide)
     scale = cast(grad, wide) / cast(total, wide) if reduction == _MEAN else cast(grad, wide)
     each = jnp.where(target == ignore_index, jnp.zeros((), wide), -weights * scale)
-    classes = jnp.arange(x.shape[dim]).reshape((-1,) + (1,) * (x.ndim - dim - 1))
-    hit = classes == jnp.expand_dims(target, dim)
-    return cast(jnp.where(hit, jnp.expand_dims(each, dim), jnp.zeros((), wide)), x.dtype)
+    # Compared for every class of every target, and a GPU compares 32 bits at once.
+    index = jnp.int32 if x.shape[dim] < 2**31 else jnp.int64
+    classes = jnp.arange(x.shape[dim], dtype=index).reshape((-1,) + (1,) * (x.ndim - dim - 1))
+    return classes == jnp.expand_dims(target.astype(index), dim), jnp.expand_dims(each, dim)
 
 
 def _nll_pair(forward: Any, backward: Any) -> None:
@@ -209,7 +211,8 @@ def _nll_pair(forward: Any, backward: Any) -> None:
         total_weight: Array,
     ) -> Array:
         """The gradient of the negative log likelihood for the log probabilities."""
-        return _nll_backward(grad_output, self, target, weight, reduction, ignore_index, total_weight)
+        hit, each = nll_gradient(grad_output, self, target, weight, reduction, ignore_index, total_weight)
+        return cast(jnp.where(hit, each, jnp.zeros((), each.dtype)), self.dtype)
 
 
 _nll_pair(aten.nll_loss_forward.default, aten.nll_loss_backward.default)

@@ -98,12 +98,18 @@ def old_unique(self: Array, size: int, sorted: bool = True, return_inverse: bool
 
 def _rows(x: Array, dim: int) -> Array:
     moved = jnp.moveaxis(x, dim, 0)
+    if 0 in moved.shape[1:]:
+        raise RuntimeError(
+            "There are 0 sized dimensions, and they aren't selected, so unique cannot be applied"
+        )
     return moved.reshape(moved.shape[0], -1) if x.size else jnp.zeros((moved.shape[0], 0), x.dtype)
 
 
 def _sorted_rows(rows: Array) -> tuple[Array, Array]:
     """Return (starts of runs, order) of rows sorted lexicographically: columns from the last to the first."""
     columns = rows.shape[1]
+    if not rows.size:
+        return jnp.zeros(0, bool), jnp.zeros(0, int)
 
     def by_column(i: Any, order: Array) -> Array:
         column = jax.lax.dynamic_index_in_dim(rows, columns - 1 - i, 1, keepdims=False)

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from isthmus._runtime import counters, disk, private, progress
+from isthmus._runtime import counters, disk, gaps, private, progress
 
 Function = Callable[..., Any]
 # XLA's compiler runs without the interpreter lock, so two threads may meet here; one compiles at a time.
@@ -81,7 +81,7 @@ def build(
     options = dict(options or {})
     clock = Clock()
     with _lock, scoped_x64(), progress.line(title), private.forgetting_callers():
-        traced = jax.jit(function, donate_argnums=donate).trace(*[abstract(value) for value in inputs])
+        traced = jax.jit(function, donate_argnums=donate).trace(*jax.tree.map(abstract, list(inputs)))
         clock.lap("trace")
         lowered = traced.lower()
         clock.lap("lower")
@@ -120,7 +120,9 @@ def inline(function: Function) -> Function:
 @functools.cache
 def default_device() -> Any:
     """Return the JAX device tensors live on."""
-    return jax.local_devices()[0]
+    device = jax.local_devices()[0]
+    gaps.leave(device)
+    return device
 
 
 def platform() -> str:

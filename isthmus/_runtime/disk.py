@@ -66,6 +66,6 @@ def _path(lowered: Any, donate: tuple[int, ...], options: Mapping[str, Any]) -> 
         return None
     device = jax.local_devices()[0]
     version = (jax.__version__, device.device_kind, device.client.platform_version)
-    parts = (version, _host(), config.xla_flags(), donate)
+    parts = (version, _host(), config.xla_flags(), donate, lowered.in_tree, lowered.out_tree)
     text = f"{parts} {sorted(options.items())} {lowered.as_text()}"
     return Path(config.cache) / hashlib.sha256(text.encode()).hexdigest()
