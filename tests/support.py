@@ -13,6 +13,7 @@ from torch._ops import OpOverload
 
 import isthmus
 import tests.cases
+from isthmus._device.buffer import buffer_of
 from isthmus._graph.names import Missing
 
 
@@ -211,6 +212,8 @@ def compare(got: Any, want: Any, exact: Any = None) -> None:
     assert got.device.type == "jax", got.device
     assert got.shape == want.shape, (got.shape, want.shape)
     assert got.dtype == want.dtype, (got.dtype, want.dtype)
+    buffer = buffer_of(got)
+    assert buffer.value.shape == buffer.signature.shape  # programs are chosen by the signature
     got = got.cpu()
     if want.dtype not in (torch.float16, torch.bfloat16) or exact is None:
         torch.testing.assert_close(got, want, equal_nan=True)

@@ -84,7 +84,7 @@ def expand(value: Type, size: tuple[int, ...]) -> list[Call]:
 def store(spec: Spec) -> list[Call]:
     """Return the calls that lay a dense result of this spec out as its new storage."""
     order = tuple(storage_order(spec.size, spec.stride))
-    if order == tuple(range(len(order))) or 0 in spec.size:
+    if order == tuple(range(len(order))):
         return []
     return [permute(Type(spec.size, spec.dtype), order)]
 
