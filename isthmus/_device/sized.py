@@ -25,7 +25,7 @@ class SizedKernel:
     def __init__(self, op: OpOverload) -> None:
         self.op, self.schema = op, schema_of(op)
         self.lowering = registry[functional_of(op) or op]
-        self.programs = Generations()
+        self.generations = Generations()
 
     def entry(self, *args: Any, **kwargs: Any) -> Any:
         """Run one call."""
@@ -60,10 +60,10 @@ class SizedKernel:
 
     def _program(self, size: Any, names: list[str], arrays: list[Any], arguments: dict[str, Any]) -> Any:
         key = (size, *[(a.shape, a.dtype) for a in arrays], repr(arguments))
-        found = self.programs.young.get(key)
+        found = self.generations.young.get(key)
         if found is not None:
             return found
-        return self.programs.find(
+        return self.generations.find(
             key, lambda: compiler.compile(self._function(size, names, arguments), arrays)
         )
 

@@ -55,9 +55,12 @@ def repeats_in_lists(op: OpOverload, values: Values) -> bool:
 
 def check_aliases(op: OpOverload, values: Values) -> None:
     """Raise what torch raises where a target and another tensor of the call share part of their memory."""
+    tensors = _tensors(values)
+    shown = list({id(tensor): tensor for tensor in tensors}.values())
+    if len({tensor.untyped_storage()._cdata for tensor in shown}) == len(shown):
+        return  # a tensor given twice, as an optimizer gives its gradients
     layouts = [
-        (t.untyped_storage()._cdata, t.shape, t.stride(), t.storage_offset(), t.dtype)
-        for t in _tensors(values)
+        (t.untyped_storage()._cdata, t.shape, t.stride(), t.storage_offset(), t.dtype) for t in tensors
     ]
     storages = [layout[0] for layout in layouts]
     if len(set(layouts)) == len(set(storages)):

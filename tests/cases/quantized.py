@@ -31,7 +31,7 @@ ONE, TWO = values(0.5), values([[3.0]])
 BY_ROW, BY_COLUMN = f32(5, 1), f32(1, 32)
 BIG = values(900.0)
 INT8 = (i8(4, 8).between(-128, 127), i8(8, 3).between(-128, 127))
-WEIGHT = i8(6, 8).between(-128, 127)
+WEIGHT = i8(6, 16).between(-128, 127)
 CASES = [
     case(aten._int_mm.default, *INT8),
     case(aten._int_mm.default, u8(4, 8).between(0, 255), INT8[1]),
@@ -39,7 +39,8 @@ CASES = [
     case(aten._int_mm.default, INT8[0], i8(3, 8).then(torch.t), id="transposed"),
     fails(aten._int_mm.default, INT8[0], i8(7, 3), error=RuntimeError, match="needs to match|reduction dim"),
     fails(aten._int_mm.default, f32(4, 8), INT8[1], error=RuntimeError, match="dtype"),
-    *[case(int8pack, t(4, 8), WEIGHT, t(6).between(0, 1)) for t in (f32, bf16, f16)],
+    # Sixteen columns: with eight, the CPU's bfloat16 kernel reads past its end where there is AVX-512.
+    *[case(int8pack, t(4, 16), WEIGHT, t(6).between(0, 1)) for t in (f32, bf16, f16)],
     *[
         case(scaled_mm, A, B, (a, b), ONE, TWO, out_dtype=out, id=f"{a}-{b}-{out}")
         for a in (E4, E5)
