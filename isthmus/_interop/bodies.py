@@ -74,7 +74,7 @@ class Body:
     @functools.cached_property
     def program(self) -> Callable[..., Any]:
         """The function compiled, for arrays of other devices than ours."""
-        return compiler.compile(lambda *arrays: tuple(self.run(*arrays)), self.examples)
+        return compiler.build(lambda *arrays: tuple(self.run(*arrays)), self.examples).call
 
     @property
     def is_lasting(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from isthmus._runtime import counters, disk, gaps, private, progress
+from isthmus._runtime import counters, disk, effort, gaps, private, progress
 
 Function = Callable[..., Any]
 # XLA's compiler runs without the interpreter lock, so two threads may meet here; one compiles at a time.
@@ -66,22 +66,22 @@ class Executable:
 
 
 def compile(function: Function, inputs: Sequence[Any], donate: tuple[int, ...] = ()) -> Function:
-    """Compile ``function`` for inputs of these shapes and return the cheapest way to call it."""
-    return build(function, inputs, donate).call
+    """Compile the function of one op for inputs of these shapes and return the cheapest way to call it."""
+    return build(function, inputs, donate, effort.options_for if platform() == "cpu" else None).call
 
 
 def build(
     function: Function,
     inputs: Sequence[Any],
     donate: tuple[int, ...] = (),
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | Callable[[Any], dict[str, Any]] | None = None,
     title: str = "",
 ) -> Executable:
     """Compile ``function`` for inputs of these shapes, with options for XLA, and keep what can be told about it."""
-    options = dict(options or {})
     clock = Clock()
     with _lock, scoped_x64(), progress.line(title), private.forgetting_callers():
         traced = jax.jit(function, donate_argnums=donate).trace(*jax.tree.map(abstract, list(inputs)))
+        options = options(traced) if callable(options) else dict(options or {})
         clock.lap("trace")
         lowered = traced.lower()
         clock.lap("lower")
