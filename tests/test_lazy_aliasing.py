@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,6 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import isthmus
+from isthmus._graph.graph import Graph
+from isthmus._graph.nodes import Item, Node
+from isthmus._graph.stages import Stage, staged
+from isthmus._lazy import programs as lazy_programs
 from tests.test_aliasing import Program, programs
 
 STEPS = ["view", "view", "write", "write", "start", "relayout", "fresh"]
@@ -74,6 +80,24 @@ def run(data: st.DataObject, steps: int) -> None:
 @given(st.data())
 def test_random_programs(data: st.DataObject) -> None:
     run(data, steps=8)
+
+
+@programs(30)
+@given(st.data())
+def test_random_programs_in_random_stages(data: st.DataObject) -> None:
+    chance = random.Random(0)
+    counts = []
+
+    def stages(line: str, wanted: tuple[Node, ...]) -> tuple[Graph, list[Stage]]:
+        graph = Graph.of(tuple(dict.fromkeys(wanted)))
+        apart = {n for n in graph.nodes if not isinstance(n.call, Item) and chance.random() < 0.3}
+        found = staged(graph, apart | {n for n in graph.nodes if apart & {*n.inputs} and isinstance(n.call, Item)})
+        counts.append(len(found))
+        return graph, found
+
+    with patch.object(lazy_programs, "_stages", stages):
+        run(data, steps=10)
+    assert counts
 
 
 @pytest.mark.slow

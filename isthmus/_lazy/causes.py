@@ -53,9 +53,8 @@ def cause_and_line() -> tuple[str, str]:
     return cause or _READ, ""
 
 
-def note(graph: Graph, known: bool) -> None:
+def note(cause: str, line: str, graph: Graph, known: bool) -> None:
     """Count a run of what was recorded, its cause and line, and whether its program was ``known``."""
-    cause, line = cause_and_line()
     counters.count_materialisation(cause, line, known)
     if known:
         storms.calm(line)

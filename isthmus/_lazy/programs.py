@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 from sys import getrefcount
 from typing import Any
@@ -12,8 +12,9 @@ from isthmus import config
 from isthmus._device.buffer import Buffer, Lost
 from isthmus._graph.backends import backend_named
 from isthmus._graph.graph import Graph
-from isthmus._graph.nodes import TABLE, Leaf, Node, forget_all_but
+from isthmus._graph.nodes import TABLE, Leaf, Node, forget_all_but, leaf
 from isthmus._graph.passes import optimise, share_offsets
+from isthmus._graph.stages import Stage, cut
 from isthmus._lazy import causes, storms
 from isthmus._lazy.hosted import HostedProgram
 from isthmus._lazy.trace import trace
@@ -115,14 +116,81 @@ def materialise() -> None:
 
 
 def _run(live: list[Buffer]) -> tuple[list[Any], Callable[[], None]]:
-    """Return the arrays of these buffers, and what to do about the conditions their program requires."""
+    """Return the arrays of these buffers, and what to do about the conditions their programs require."""
     wanted = tuple([buffer.held for buffer in live])
-    family = family_of(wanted)
-    program = family.find(dying(family), NOTHING)
-    arrays = [trace.arrays[leaf.index] for leaf in program.arrays]
-    found = program([], arrays, program.constants(trace), trace.draws[: program.draws])
-    causes.note(family.graph, family.known)
-    return family.spread(wanted, found), partial(program.settle, found, dict(trace.lines))
+    cause, line = causes.cause_and_line()
+    run = _Run()
+    graph, stages = _stages(line, wanted)
+    if stages:
+        values = run.stages(stages)
+        found = [values[n] for n in wanted]
+    else:
+        family = family_of(wanted)
+        graph, found = family.graph, run.whole(family, wanted)
+    assert graph is not None
+    causes.note(cause, line, graph, run.known)
+    return found, run.settle
+
+
+def _stages(line: str, wanted: tuple[Node, ...]) -> tuple[Graph | None, list[Stage]]:
+    """Return the graph of nodes never wanted before and its stages, where a line needs a new program every time."""
+    before = storms.last(line)
+    if before is None or (config.backend, *wanted) in _families:
+        return None, []
+    graph = Graph.of(tuple(dict.fromkeys(wanted)))
+    return graph, cut(before, graph)
+
+
+class _Run:
+    """A run of what was recorded: by one program, or by one for each stage of its graph."""
+
+    def __init__(self) -> None:
+        self.known = True  # whether every program was there
+        self._settle: list[Callable[[], None]] = []
+
+    def whole(self, family: Family, wanted: tuple[Node, ...]) -> list[Any]:
+        """Return the arrays of these nodes."""
+        return self._call(family, self._find(family), wanted)
+
+    def stages(self, stages: list[Stage]) -> dict[Node, Any]:
+        """Return the arrays of what the stages give, which join the arrays of the trace while others need them."""
+        leaves: dict[Node, Node] = {}
+        calls = []
+        count = len(trace.arrays)
+        # All are compiled before one runs: what fails to compile has given no memory away.
+        for at, stage in enumerate(stages):
+            new = stage.rebuilt(leaves)
+            trace.lines |= {new[old]: line for old, line in trace.lines.items() if old in new}
+            wanted = tuple([new[output] for output in stage.outputs])
+            family = family_of(wanted)
+            held = set(range(count, count + len(leaves))).union(*[s.arrays for s in stages[at + 1 :]])
+            calls.append((family, self._find(family, held), wanted))
+            for output in stage.outputs:
+                leaves[output] = leaf("array", count + len(leaves), output.type)
+        try:
+            for call in calls:
+                trace.arrays += self._call(*call)
+            return dict(zip(leaves, trace.arrays[count:], strict=True))
+        finally:
+            del trace.arrays[count:]
+
+    def _find(self, family: Family, held: Set[int] = frozenset()) -> XlaProgram | HostedProgram:
+        program = family.find(dying(family, held), NOTHING)
+        self.known = self.known and family.known
+        return program
+
+    def _call(
+        self, family: Family, program: XlaProgram | HostedProgram, wanted: tuple[Node, ...]
+    ) -> list[Any]:
+        arrays = [trace.arrays[leaf.index] for leaf in program.arrays]
+        found = program([], arrays, program.constants(trace), trace.draws[: program.draws])
+        self._settle.append(partial(program.settle, found, dict(trace.lines)))
+        return family.spread(wanted, found)
+
+    def settle(self) -> None:
+        """Do what is to be done about the conditions of the programs."""
+        for settle in self._settle:
+            settle()
 
 
 def family_of(wanted: tuple[Node, ...]) -> Family:
@@ -138,12 +206,12 @@ def family_of(wanted: tuple[Node, ...]) -> Family:
     return family
 
 
-def dying(family: Family) -> frozenset[int]:
-    """Return which of the leaves whose memory an output could take only the trace holds."""
+def dying(family: Family, held: Set[int] = frozenset()) -> frozenset[int]:
+    """Return which of the leaves whose memory an output could take only the trace holds, of those not ``held``."""
     if config.donate != "auto":
         return frozenset()
     arrays = trace.arrays
-    return frozenset([at for at in family.donatable if getrefcount(arrays[at]) == _OWNED])
+    return frozenset([at for at in family.donatable if at not in held and getrefcount(arrays[at]) == _OWNED])
 
 
 def _restore(live: list[Buffer], error: Exception) -> None:

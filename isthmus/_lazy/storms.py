@@ -28,9 +28,9 @@ class RecompilationWarning(UserWarning):
     """A line of the program has a new program compiled every time it runs."""
 
 
-# How many programs in a row were new at a line, and the graph of the last; lines that were told.
+# How many programs in a row were new at a line, and the graph of the last; lines that were told, with their last.
 _rows: OrderedDict[str, tuple[int, Graph]] = OrderedDict()
-_told: set[str] = set()
+_told: OrderedDict[str, Graph] = OrderedDict()
 _due: list[tuple[str, str]] = []
 
 
@@ -39,19 +39,29 @@ def calm(line: str) -> None:
     _rows.pop(line, None)
 
 
+def last(line: str) -> Graph | None:
+    """Return the last graph of a line that was told."""
+    return _told.get(line)
+
+
 def note(line: str, graph: Graph) -> None:
     """Note that a line needed a new program; ``warn`` says so if that was one too many."""
-    if not line or line in _told:
+    if not line:
         return
-    count, last = _rows.pop(line, (0, None))
+    if line in _told:
+        _told[line] = graph
+        return
+    count, before = _rows.pop(line, (0, None))
     count += 1
-    if last is None or count < _IN_A_ROW:
+    if before is None or count < _IN_A_ROW:
         _rows[line] = (count, graph)
         if len(_rows) > _LINES:
             _rows.popitem(last=False)
         return
-    _told.add(line)
-    what, advice = change(last, graph)
+    _told[line] = graph
+    if len(_told) > _LINES:
+        _told.popitem(last=False)
+    what, advice = change(before, graph)
     _due.append((
         line,
         f"{count} new programs in a row were compiled for this line.\n"

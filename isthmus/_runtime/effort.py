@@ -9,29 +9,27 @@ from typing import Any
 
 import jax
 
-# Elements of the largest array in a program: up to the first number code that is not optimised takes as long as the
-# call around it, up to the second loops of the older kind are as fast.
-_TINY, _SMALL = 64, 4096
-_PLAIN = {"xla_cpu_use_fusion_emitters": False}
-_PLAINEST = {**_PLAIN, "xla_backend_optimization_level": 0}
-_LOOPS = frozenset({"while", "scan"})  # how often they go round is not to be seen
+# Up to so many elements in its largest array, loops of XLA's older kind run as fast as the newer; results may differ in
+# last bits, as they do from one size to the next.
+_SMALL = 4096
+_OLDER: dict[str, str | bool] = {"xla_cpu_use_fusion_emitters": False}
+# What adds, which it would do in another order than in a larger program, and what goes round who knows how often.
+_OTHERS = ("reduce", "cum", "scatter", "dot", "conv_", "while", "scan")
 
 
 def options_for(traced: Any) -> dict[str, Any]:
     """Return XLA's options for a traced program, none for a large one."""
-    largest = _largest(traced.jaxpr.jaxpr)
-    if largest > _SMALL or not _are_known():
-        return {}
-    return dict(_PLAINEST if largest <= _TINY else _PLAIN)
+    return dict(_OLDER) if _largest(traced.jaxpr.jaxpr) <= _SMALL and _is_known() else {}
 
 
 def _largest(jaxpr: Any) -> float:
-    """Return how many elements the largest array in a program has."""
-    if any(equation.primitive.name in _LOOPS for equation in jaxpr.eqns):
+    """Return how many elements the largest array in a program has; infinitely many where it does anything else."""
+    if any(equation.primitive.name.startswith(_OTHERS) for equation in jaxpr.eqns):
         return math.inf
     variables = [*jaxpr.invars, *jaxpr.constvars, *(v for e in jaxpr.eqns for v in e.outvars)]
     sizes = [math.prod(getattr(variable.aval, "shape", ())) for variable in variables]
-    return max([*sizes, *(_largest(inner) for e in jaxpr.eqns for inner in _inner(e.params.values()))], default=0)
+    inner = [_largest(found) for equation in jaxpr.eqns for found in _inner(equation.params.values())]
+    return max([*sizes, *inner], default=0)
 
 
 def _inner(values: Any) -> Iterator[Any]:
@@ -46,10 +44,10 @@ def _inner(values: Any) -> Iterator[Any]:
 
 
 @functools.cache
-def _are_known() -> bool:
-    """Return whether this XLA has the options: their names are no promise."""
+def _is_known() -> bool:
+    """Return whether this XLA has the option: its name is no promise."""
     try:
-        jax.jit(lambda: 0).lower().compile(compiler_options=_PLAINEST)
+        jax.jit(lambda: 0).lower().compile(compiler_options=_OLDER)
     except jax.errors.JaxRuntimeError:
         return False
     return True

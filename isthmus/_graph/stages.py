@@ -1,0 +1,109 @@
+"""A graph cut into stages: what differs from the graph of the last round is computed apart from what does not.
+
+In a loop a little thing may grow, as the tokens do that a model has written, and then every round has a graph of its
+own. What remains without the little thing is a graph that was there before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from isthmus._graph.graph import Graph
+from isthmus._graph.nodes import Call, Item, Leaf, Node, node
+
+# Of how many nodes one may differ, and how many stages there may be: beyond that one program is better.
+_SHARE, _MOST = 4, 8
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Calls and items, each after what it needs, and those of them that others want."""
+
+    nodes: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+
+    @property
+    def arrays(self) -> set[int]:
+        """Return the places in the trace of the arrays that are read."""
+        leaves = [given.call for n in self.nodes for given in n.inputs if isinstance(given.call, Leaf)]
+        return {leaf.index for leaf in leaves if leaf.kind == "array"}
+
+    def rebuilt(self, known: Mapping[Node, Node]) -> dict[Node, Node]:
+        """Return every node made anew, with leaves for what earlier stages have computed."""
+        new = dict(known)
+        for old in self.nodes:
+            inputs = [new.get(given, given) for given in old.inputs]
+            if isinstance(old.call, Item):
+                found = inputs[0].results[old.call.index]
+                assert found is not None
+                new[old] = found
+            else:
+                assert isinstance(old.call, Call)
+                new[old] = node(old.call, *inputs)
+        return new
+
+
+def cut(old: Graph, new: Graph) -> list[Stage]:
+    """Return the stages of a graph that is much like an old one, none if it is not."""
+    changed = _changed(old, new)
+    if not changed or len(changed) * _SHARE > len(new.nodes):
+        return []
+    stages = staged(new, changed)
+    return stages if len(stages) <= _MOST else []
+
+
+def staged(graph: Graph, apart: set[Node]) -> list[Stage]:
+    """Return stages of a graph that have calls and their results ``apart`` from the others."""
+    if any(isinstance(output.call, Leaf) for output in graph.outputs):
+        return []  # there is nothing to compute for it
+    levels = _levels(graph, apart)
+    return [_stage(graph, levels, level) for level in sorted(set(levels.values()))]
+
+
+def _changed(old: Graph, new: Graph) -> set[Node]:
+    """Return the nodes that are not what the old graph has in their places, but for what they read."""
+    if len(old.nodes) != len(new.nodes):
+        return set()
+    found: set[Node] = set()
+    for before, after in zip(old.nodes, new.nodes, strict=True):
+        if isinstance(after.call, Item):
+            differs = after.inputs[0] in found  # a result goes with its call
+        else:
+            differs = before.call is not after.call or _reads_other_leaves(before, after)
+        if differs:
+            found.add(after)
+    return found
+
+
+def _reads_other_leaves(before: Node, after: Node) -> bool:
+    pairs = zip(before.inputs, after.inputs, strict=True)
+    return any(a is not b and (isinstance(a.call, Leaf) or isinstance(b.call, Leaf)) for a, b in pairs)
+
+
+def _levels(graph: Graph, apart: set[Node]) -> dict[Node, int]:
+    """Return the stage of every node: odd for what is apart, even for the rest."""
+    levels: dict[Node, int] = {}
+    for n in graph.nodes:
+        odd = n in apart
+        before = [levels[given] + ((given in apart) is not odd) for given in n.inputs if given in levels]
+        levels[n] = max([int(odd), *before])
+    # The rest waits for its first reader, so that few stages are left.
+    first: dict[Node, int] = {}
+    for n in reversed(graph.nodes):
+        if n not in apart:
+            levels[n] = first.get(n, levels[n])
+        for given in n.inputs:
+            at = levels[n] - ((given in apart) is not (n in apart))
+            first[given] = min(first.get(given, at), at)
+    for n in graph.nodes:
+        if isinstance(n.call, Item):
+            levels[n] = levels[n.inputs[0]]  # a call is there once, with all of its results
+    return levels
+
+
+def _stage(graph: Graph, levels: dict[Node, int], level: int) -> Stage:
+    """Return the stage of a level."""
+    nodes = tuple(n for n in graph.nodes if levels[n] == level)
+    wanted = {given for n in graph.nodes for given in n.inputs if levels[n] != level} | set(graph.outputs)
+    return Stage(nodes, tuple(n for n in nodes if n in wanted and len(n.types) == 1))
