@@ -258,11 +258,17 @@ class TestCut:
         stages = cut(old, new)
         assert sorted(len(stage.nodes) for stage in stages) == [1, len(new.nodes) - 1]
 
-    @pytest.mark.parametrize("case", ["much", "same", "longer"])
+    @pytest.mark.parametrize("case", ["much", "same", "longer", "again and again"])
     def test_graphs_that_are_left_whole(self, case: str) -> None:
+        def again_and_again(grown: Tensor) -> Tensor:
+            for _ in range(3):
+                grown = grown * self.x.sum().add(grown.sum().exp().cos().tanh().sin().neg())
+            return grown
+
         calls: dict[str, Callable[[Tensor], Any]] = {
             "much": lambda grown: grown.exp().cos().sum() + self.x,
             "same": lambda grown: self.x.exp().cos() + 1,
+            "again and again": again_and_again,
             "longer": lambda grown: (grown if grown.shape[1] == 5 else grown.cos()).sum() + self.x.exp().cos().sin(),
         }
         assert cut(*self.pair(calls[case])) == []

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import Call, Item, Leaf, Node, node
 
-# Of how many nodes one may differ, and how many stages there may be: beyond that one program is better.
-_SHARE, _MOST = 4, 8
+# Of how many nodes one may differ, and how many stages there may be. Beyond that one program is better: many small ones
+# take longer to compile than it does.
+_SHARE, _MOST = 4, 5
 
 
 @dataclass(frozen=True)
