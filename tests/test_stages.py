@@ -30,6 +30,7 @@ BIG = (aten.linear.default, aten.mm.default)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("_rows", "_told", "_due"):
         monkeypatch.setattr(storms, name, type(getattr(storms, name))())
+    programs._families.clear()  # other tests may have run the same loops
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RecompilationWarning)
         yield
