@@ -42,6 +42,7 @@ docs: venv ## write docs/ops.md from the registry
 bench: venv ## what importing, dispatching, crossing to JAX and compiled models cost
 	-$(BIN)/python benchmarks/import.py
 	-$(BIN)/python benchmarks/dispatch.py
+	-$(BIN)/python benchmarks/first_call.py
 	-$(BIN)/python benchmarks/interop.py
 	$(BIN)/python benchmarks/compile.py
 
