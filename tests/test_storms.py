@@ -20,7 +20,7 @@ from isthmus._lazy.storms import RecompilationWarning
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_rows", "_told", "_due"):
+    for name in ("_rows", "_told", "_last", "_due"):
         monkeypatch.setattr(storms, name, type(getattr(storms, name))())
 
 
@@ -91,6 +91,12 @@ def test_lines_kept_are_few() -> None:
     for n in range(1000):
         storms.note(f"file.py:{n}", graph)
     assert len(storms._rows) == storms._LINES
+    for n in range(1000):
+        storms._told.add(f"file.py:{n}")
+        storms.note(f"file.py:{n}", graph)
+    assert len(storms._last) == storms._LINES
+    assert storms.last("file.py:999") is graph
+    assert storms._due == []  # a line that was told is not told again
 
 
 def graph_of(*calls: Callable[[], Tensor]) -> Graph:

@@ -6,7 +6,7 @@ one call whose inputs are rewritten already, and says what it is instead; one ro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -53,9 +53,18 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (drop_dead, fold_views, fold_cons
 
 def rewrite(graph: Graph, rule: Rule, leaves: dict[Node, Node] | None = None) -> Graph:
     """Return the graph with each call replaced by what the rule makes of it, or made again if that is nothing."""
-    new: dict[Node, Node] = {given: (leaves or {}).get(given, given) for given in graph.inputs}
-    for old in graph.nodes:
-        inputs = tuple(new[given] for given in old.inputs)
+    new = remade(graph.nodes, leaves or {}, rule)
+    origins = {new[old]: graph.origins.get(old, old) for old in reversed(graph.nodes)}
+    return replace(Graph.of(tuple(new.get(output, output) for output in graph.outputs)), origins=origins)
+
+
+def remade(
+    nodes: Iterable[Node], known: Mapping[Node, Node], rule: Rule = lambda call, inputs: None
+) -> dict[Node, Node]:
+    """Return nodes made anew, those ``known`` among their inputs replaced; inputs in neither stay as they are."""
+    new = dict(known)
+    for old in nodes:
+        inputs = tuple(new.get(given, given) for given in old.inputs)
         if isinstance(old.call, Item):
             found = inputs[0].results[old.call.index]
             assert found is not None
@@ -63,8 +72,7 @@ def rewrite(graph: Graph, rule: Rule, leaves: dict[Node, Node] | None = None) ->
         else:
             assert isinstance(old.call, Call)
             new[old] = rule(old.call, inputs) or node(old.call, *inputs)
-    origins = {new[old]: graph.origins.get(old, old) for old in reversed(graph.nodes)}
-    return replace(Graph.of(tuple(new[output] for output in graph.outputs)), origins=origins)
+    return new
 
 
 def share_offsets(graph: Graph, values: dict[int, int]) -> Graph:

@@ -6,11 +6,10 @@ own. What remains without the little thing is a graph that was there before.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from isthmus._graph.graph import Graph
-from isthmus._graph.nodes import Call, Item, Leaf, Node, node
+from isthmus._graph.nodes import Item, Leaf, Node
 
 # Of how many nodes one may differ, and how many stages there may be. Beyond that one program is better: many small ones
 # take longer to compile than it does.
@@ -29,20 +28,6 @@ class Stage:
         """Return the places in the trace of the arrays that are read."""
         leaves = [given.call for n in self.nodes for given in n.inputs if isinstance(given.call, Leaf)]
         return {leaf.index for leaf in leaves if leaf.kind == "array"}
-
-    def rebuilt(self, known: Mapping[Node, Node]) -> dict[Node, Node]:
-        """Return every node made anew, with leaves for what earlier stages have computed."""
-        new = dict(known)
-        for old in self.nodes:
-            inputs = [new.get(given, given) for given in old.inputs]
-            if isinstance(old.call, Item):
-                found = inputs[0].results[old.call.index]
-                assert found is not None
-                new[old] = found
-            else:
-                assert isinstance(old.call, Call)
-                new[old] = node(old.call, *inputs)
-        return new
 
 
 def cut(old: Graph, new: Graph) -> list[Stage]:

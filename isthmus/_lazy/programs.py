@@ -13,7 +13,7 @@ from isthmus._device.buffer import Buffer, Lost
 from isthmus._graph.backends import backend_named
 from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import TABLE, Leaf, Node, forget_all_but, leaf
-from isthmus._graph.passes import optimise, share_offsets
+from isthmus._graph.passes import optimise, remade, share_offsets
 from isthmus._graph.stages import Stage, cut
 from isthmus._lazy import causes, storms
 from isthmus._lazy.hosted import HostedProgram
@@ -120,25 +120,26 @@ def _run(live: list[Buffer]) -> tuple[list[Any], Callable[[], None]]:
     wanted = tuple([buffer.held for buffer in live])
     cause, line = causes.cause_and_line()
     run = _Run()
-    graph, stages = _stages(line, wanted)
-    if stages:
-        values = run.stages(stages)
-        found = [values[n] for n in wanted]
-    else:
+    staged = _stages(line, wanted)
+    if staged is None:
         family = family_of(wanted)
         graph, found = family.graph, run.whole(family, wanted)
-    assert graph is not None
+    else:
+        graph, stages = staged
+        values = run.stages(stages)
+        found = [values[n] for n in wanted]
     causes.note(cause, line, graph, run.known)
     return found, run.settle
 
 
-def _stages(line: str, wanted: tuple[Node, ...]) -> tuple[Graph | None, list[Stage]]:
+def _stages(line: str, wanted: tuple[Node, ...]) -> tuple[Graph, list[Stage]] | None:
     """Return the graph of nodes never wanted before and its stages, where a line needs a new program every time."""
     before = storms.last(line)
     if before is None or (config.backend, *wanted) in _families:
-        return None, []
+        return None
     graph = Graph.of(tuple(dict.fromkeys(wanted)))
-    return graph, cut(before, graph)
+    stages = cut(before, graph)
+    return (graph, stages) if stages else None
 
 
 class _Run:
@@ -159,7 +160,7 @@ class _Run:
         count = len(trace.arrays)
         # All are compiled before one runs: what fails to compile has given no memory away.
         for at, stage in enumerate(stages):
-            new = stage.rebuilt(leaves)
+            new = remade(stage.nodes, leaves)
             trace.lines |= {new[old]: line for old, line in trace.lines.items() if old in new}
             wanted = tuple([new[output] for output in stage.outputs])
             family = family_of(wanted)

@@ -28,9 +28,10 @@ class RecompilationWarning(UserWarning):
     """A line of the program has a new program compiled every time it runs."""
 
 
-# How many programs in a row were new at a line, and the graph of the last; lines that were told, with their last.
+# How many programs in a row were new at a line, and the graph of the last; lines that were told; the graphs of those.
 _rows: OrderedDict[str, tuple[int, Graph]] = OrderedDict()
-_told: OrderedDict[str, Graph] = OrderedDict()
+_told: set[str] = set()
+_last: OrderedDict[str, Graph] = OrderedDict()
 _due: list[tuple[str, str]] = []
 
 
@@ -41,7 +42,7 @@ def calm(line: str) -> None:
 
 def last(line: str) -> Graph | None:
     """Return the last graph of a line that was told."""
-    return _told.get(line)
+    return _last.get(line)
 
 
 def note(line: str, graph: Graph) -> None:
@@ -49,18 +50,15 @@ def note(line: str, graph: Graph) -> None:
     if not line:
         return
     if line in _told:
-        _told[line] = graph
+        _keep(_last, line, graph)
         return
     count, before = _rows.pop(line, (0, None))
     count += 1
     if before is None or count < _IN_A_ROW:
-        _rows[line] = (count, graph)
-        if len(_rows) > _LINES:
-            _rows.popitem(last=False)
+        _keep(_rows, line, (count, graph))
         return
-    _told[line] = graph
-    if len(_told) > _LINES:
-        _told.popitem(last=False)
+    _told.add(line)
+    _keep(_last, line, graph)
     what, advice = change(before, graph)
     _due.append((
         line,
@@ -68,6 +66,14 @@ def note(line: str, graph: Graph) -> None:
         f"  what changed  {what}, between the last two\n"
         f"  to fix it     {advice}",
     ))  # fmt: skip
+
+
+def _keep(lines: OrderedDict[str, Any], line: str, value: Any) -> None:
+    """Note something of a line, and forget the one noted longest ago if there are many."""
+    lines[line] = value
+    lines.move_to_end(line)
+    if len(lines) > _LINES:
+        lines.popitem(last=False)
 
 
 def warn() -> None:

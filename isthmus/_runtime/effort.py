@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax
+from jax.extend.core import jaxprs_in_params
 
 # Up to so many elements in its largest array, loops of XLA's older kind run as fast as the newer; results may differ in
 # last bits, as they do from one size to the next.
@@ -23,24 +23,13 @@ def options_for(traced: Any) -> dict[str, Any]:
 
 
 def _largest(jaxpr: Any) -> float:
-    """Return how many elements the largest array in a program has; infinitely many where it does anything else."""
+    """Return how many elements the largest array in a program has, infinitely many where ``_OTHERS`` are in it."""
     if any(equation.primitive.name.startswith(_OTHERS) for equation in jaxpr.eqns):
         return math.inf
     variables = [*jaxpr.invars, *jaxpr.constvars, *(v for e in jaxpr.eqns for v in e.outvars)]
     sizes = [math.prod(getattr(variable.aval, "shape", ())) for variable in variables]
-    inner = [_largest(found) for equation in jaxpr.eqns for found in _inner(equation.params.values())]
+    inner = [_largest(found) for equation in jaxpr.eqns for found in jaxprs_in_params(equation.params)]
     return max([*sizes, *inner], default=0)
-
-
-def _inner(values: Any) -> Iterator[Any]:
-    """Yield the programs among an equation's parameters."""
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            yield from _inner(value)
-        elif hasattr(value, "eqns"):
-            yield value
-        elif hasattr(value, "jaxpr"):
-            yield value.jaxpr
 
 
 @functools.cache
