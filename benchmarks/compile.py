@@ -34,8 +34,8 @@ DEVICE = "jax"
 def overhead(rounds: int) -> None:
     """A compiled function of one op, beside the bare jitted call plus Dynamo with a backend that does nothing.
 
-    Beside them the least that can be had: Dynamo with a backend that makes the bare jitted call. Both in turn take
-    longer than the sum of each alone where a CPU's caches do not hold them both.
+    Beside them Dynamo with a backend that makes the bare jitted call: both in turn take longer than the sum of each
+    alone, whose caches stay warm.
     """
     x, a = torch.randn(4, 4, device=DEVICE), jnp.ones((4, 4))
     done = (x + 1,)

@@ -89,7 +89,9 @@ def test_random_programs_in_random_stages() -> None:
     def stages(line: str, wanted: tuple[Node, ...]) -> tuple[Graph, list[Stage]] | None:
         graph = Graph.of(tuple(dict.fromkeys(wanted)))
         apart = {n for n in graph.nodes if not isinstance(n.call, Item) and chance.random() < 0.3}
-        found = staged(graph, apart | {n for n in graph.nodes if apart & {*n.inputs} and isinstance(n.call, Item)})
+        found = staged(
+            graph, apart | {n for n in graph.nodes if apart & {*n.inputs} and isinstance(n.call, Item)}
+        )
         counts.append(len(found))
         return (graph, found) if found else None
 

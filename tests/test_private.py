@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -126,6 +128,45 @@ def test_dynamo_keeps_the_steps_of_an_optimizer_on_the_device() -> None:
     torch.compile(optimizer.step, backend="isthmus")()
     assert optimizer.state[parameter]["step"].device.type == "jax"
     assert optimizer.state[parameter]["step"].item() == 1
+
+
+def test_dynamo_looks_up_no_stream_for_a_graph_that_names_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo import utils
+
+    asked: list[object] = []
+    original = utils.get_current_stream
+    monkeypatch.setattr(utils, "get_current_stream", lambda device: asked.append(device) or original(device))
+
+    def times(function: Callable[..., object], backend: str) -> int:
+        torch._dynamo.reset()
+        compiled, x = torch.compile(function, backend=backend), torch.ones(2, device="jax")
+        compiled(x)
+        asked.clear()
+        compiled(x)
+        return len(asked)
+
+    def elsewhere(x: torch.Tensor) -> torch.Tensor:
+        with torch.Stream(device="jax"):
+            return x + 1
+
+    assert times(lambda x: x + 1, "isthmus") == 0
+    assert times(elsewhere, "isthmus") == times(elsewhere, "aot_eager")
+    if _version(torch.__version__) >= (2, 13):
+        assert times(lambda x: x + 1, "aot_eager") == times(elsewhere, "isthmus") == 1
+
+
+def test_gradients_of_attention_have_shapes() -> None:
+    from isthmus._dynamo.private import gradients_of_attention
+
+    backward = torch.ops.aten._scaled_dot_product_fused_attention_overrideable_backward.default
+    assert torch_private.has_kernel(backward, "Meta")
+    grad, query, key, value = (torch.empty(2, 3, 4, 5, device="meta").transpose(1, 2) for _ in range(4))
+    for bias in (None, torch.empty(4, 4, device="meta")):
+        given = (grad, query, key, value, bias, [True] * 4, query, query[..., 0], None, None, 4, 4, 0.0, True)
+        theirs, ours = backward(*given, grad, grad), gradients_of_attention(*given, grad, grad)
+        assert [x is None for x in theirs] == [x is None for x in ours]
+        described = [[(x.shape, x.stride()) for x in found if x is not None] for found in (theirs, ours)]
+        assert described[0] == described[1]
 
 
 def test_dynamo_leaves_a_hidden_function_alone() -> None:

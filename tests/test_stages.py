@@ -286,6 +286,8 @@ class TestCut:
             "much": lambda grown: grown.exp().cos().sum() + self.x,
             "same": lambda grown: self.x.exp().cos() + 1,
             "again and again": again_and_again,
-            "longer": lambda grown: (grown if grown.shape[1] == 5 else grown.cos()).sum() + self.x.exp().cos().sin(),
+            "longer": lambda grown: (
+                (grown if grown.shape[1] == 5 else grown.cos()).sum() + self.x.exp().cos().sin()
+            ),
         }
         assert cut(*self.pair(calls[case])) == []

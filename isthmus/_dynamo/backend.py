@@ -16,9 +16,11 @@ from isthmus._dynamo.clusters import Clusters
 from isthmus._dynamo.evaluate import NodeFailure
 from isthmus._dynamo.options import Options, parse
 from isthmus._dynamo.private import (
+    give_attention_shapes,
     keep_optimizer_steps_on_device,
     only_calls_graph,
     parameter_places,
+    spare_stream,
 )
 from isthmus._dynamo.program import Program
 from isthmus._dynamo.quick import quick
@@ -26,6 +28,7 @@ from isthmus._dynamo.random import key_random_nodes
 
 _numbers = itertools.count()
 keep_optimizer_steps_on_device()
+give_attention_shapes()
 
 
 def isthmus(
@@ -50,6 +53,7 @@ def isthmus(
         keep_inference_input_mutations=True,
     )
     wrapped = compiled(module, example_inputs)
+    spare_stream(module.graph)
     # Compiled autograd hands its inputs over in lists, which torch's wrapper flattens.
     nested = any(isinstance(each, (list, tuple, dict)) for each in example_inputs)
     plain = not nested and not [*module.parameters(), *module.buffers()]

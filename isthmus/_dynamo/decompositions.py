@@ -1,4 +1,4 @@
-"""Which ops torch takes apart before we see them: those that have a decomposition and no lowering."""
+"""Which ops are taken apart before we see them: those that have a decomposition and no lowering."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from torch._ops import OpOverload
 
+from isthmus._dynamo import attention
 from isthmus._dynamo.evaluate import OWN
 from isthmus._graph.schema import schema_of
 from isthmus._ops import families  # noqa: F401  # importing it files every lowering
@@ -17,10 +18,10 @@ from isthmus._ops.views import VIEWS
 
 @functools.cache
 def table() -> dict[OpOverload, Callable[..., Any]]:
-    """Return torch's decompositions of ops that nothing here lowers whole."""
+    """Return torch's decompositions of ops that nothing here lowers whole, and those of CUDA's kernels."""
     from torch._decomp import decomposition_table
 
-    return {
+    torchs = {
         op: function
         for op, function in decomposition_table.items()
         if isinstance(op, OpOverload)
@@ -29,3 +30,4 @@ def table() -> dict[OpOverload, Callable[..., Any]]:
         and not schema_of(op).mutated
         and lowering_of(op) is None
     }
+    return {**torchs, **attention.KERNELS}

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from isthmus._device.private import has_kernel
+
 GraphBreak = tuple[list[tuple[str, int]], str, str | None]
 """Files and lines, innermost last, the reason, and the function that was given up where it could not be resumed."""
 
@@ -31,6 +33,24 @@ def keep_optimizer_steps_on_device() -> None:
         original(self, tx)
 
     OptimizerVariable._set_capturable = set_capturable  # type: ignore[method-assign]
+
+
+@functools.cache
+def give_attention_shapes() -> torch.library.Library | None:
+    """Say what the gradients of attention look like, which torch 2.11 does not: without it no size may change."""
+    op = torch.ops.aten._scaled_dot_product_fused_attention_overrideable_backward.default
+    if has_kernel(op, "Meta"):
+        return None
+    library = torch.library.Library("aten", "IMPL")
+    library.impl(op, gradients_of_attention, "Meta")
+    return library  # which takes the kernel back when it is forgotten
+
+
+def gradients_of_attention(
+    grad_out: Any, query: Any, key: Any, value: Any, attn_bias: Any, *args: Any, **kwargs: Any
+) -> tuple[Any, ...]:
+    """Return empty gradients for query, key, value and bias."""
+    return tuple(None if x is None else torch.empty_like(x) for x in (query, key, value, attn_bias))
 
 
 @contextlib.contextmanager
@@ -67,6 +87,30 @@ def nonstrict_trace(function: Callable[..., Any]) -> Callable[..., Any]:
     import torch._dynamo
 
     return torch._dynamo.nonstrict_trace(function)  # type: ignore[no-any-return]
+
+
+def spare_stream(graph: torch.fx.Graph) -> None:
+    """Keep Dynamo from looking up the current stream at every call of a graph that names none.
+
+    It does so for whatever may name one, in Python: a third of the call of a small program. Later torch spares it too.
+    """
+    try:
+        from torch._dynamo.graph_bytecode_inputs import (
+            index_to_bytecode_constructor,
+            index_to_external_object_weakref,
+        )
+    except ImportError:  # said elsewhere in other versions: the lookup is only slow
+        return
+    found = [reference() for reference in index_to_external_object_weakref.values()]
+    alone = len(index_to_bytecode_constructor) == 1 and isinstance(found[0], torch.Stream)
+    if alone and not any(_names_objects(node.target) for node in graph.nodes):
+        index_to_bytecode_constructor.clear()
+
+
+def _names_objects(target: Any) -> bool:
+    """Return whether what a node calls may ask for one of the objects that Dynamo keeps by number."""
+    names = (getattr(target, "namespace", ""), getattr(target, "__name__", str(target)))
+    return names[0] == "streams" or "external_object" in names[1] or "leaf_function" in names[1]
 
 
 def only_calls_graph() -> bool:
