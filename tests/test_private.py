@@ -130,29 +130,39 @@ def test_dynamo_keeps_the_steps_of_an_optimizer_on_the_device() -> None:
     assert optimizer.state[parameter]["step"].item() == 1
 
 
-def test_dynamo_looks_up_no_stream_for_a_graph_that_names_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def _asked(monkeypatch: pytest.MonkeyPatch, name: str, function: Callable[..., object], backend: str) -> int:
+    """Return how often the code that Dynamo wrote for a function calls something of its own, each time it runs."""
     from torch._dynamo import utils
 
-    asked: list[object] = []
-    original = utils.get_current_stream
-    monkeypatch.setattr(utils, "get_current_stream", lambda device: asked.append(device) or original(device))
-
-    def times(function: Callable[..., object], backend: str) -> int:
-        torch._dynamo.reset()
-        compiled, x = torch.compile(function, backend=backend), torch.ones(2, device="jax")
+    torch._dynamo.reset()
+    compiled, x = torch.compile(function, backend=backend), torch.ones(2, device="jax")
+    compiled(x)
+    calls, original = [], getattr(utils, name)
+    with monkeypatch.context() as patch:
+        patch.setattr(utils, name, lambda *args: calls.append(args) or original(*args))
         compiled(x)
-        asked.clear()
-        compiled(x)
-        return len(asked)
+    return len(calls)
 
+
+def test_dynamo_looks_up_no_stream_for_a_graph_that_names_none(monkeypatch: pytest.MonkeyPatch) -> None:
     def elsewhere(x: torch.Tensor) -> torch.Tensor:
         with torch.Stream(device="jax"):
             return x + 1
 
-    assert times(lambda x: x + 1, "isthmus") == 0
-    assert times(elsewhere, "isthmus") == times(elsewhere, "aot_eager")
+    def asked(function: Callable[..., object], backend: str) -> int:
+        return _asked(monkeypatch, "get_current_stream", function, backend)
+
+    assert asked(lambda x: x + 1, "isthmus") == 0
+    assert asked(elsewhere, "isthmus") == asked(elsewhere, "aot_eager")
     if _version(torch.__version__) >= (2, 13):
-        assert times(lambda x: x + 1, "aot_eager") == times(elsewhere, "isthmus") == 1
+        assert asked(lambda x: x + 1, "aot_eager") == asked(elsewhere, "isthmus") == 1
+
+
+def test_dynamo_marks_no_calls_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def marked(backend: str) -> int:
+        return _asked(monkeypatch, "record_pregraph_bytecode_enter", lambda x: x + 1, backend)
+
+    assert [marked("isthmus"), marked("eager"), marked("isthmus")] == [0, 1, 0]
 
 
 def test_gradients_of_attention_have_shapes() -> None:

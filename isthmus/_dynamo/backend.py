@@ -20,7 +20,8 @@ from isthmus._dynamo.private import (
     keep_optimizer_steps_on_device,
     only_calls_graph,
     parameter_places,
-    spare_stream,
+    spare_call,
+    write_short_calls,
 )
 from isthmus._dynamo.program import Program
 from isthmus._dynamo.quick import quick
@@ -29,6 +30,7 @@ from isthmus._dynamo.random import key_random_nodes
 _numbers = itertools.count()
 keep_optimizer_steps_on_device()
 give_attention_shapes()
+write_short_calls()
 
 
 def isthmus(
@@ -53,7 +55,7 @@ def isthmus(
         keep_inference_input_mutations=True,
     )
     wrapped = compiled(module, example_inputs)
-    spare_stream(module.graph)
+    spare_call(module.graph)
     # Compiled autograd hands its inputs over in lists, which torch's wrapper flattens.
     nested = any(isinstance(each, (list, tuple, dict)) for each in example_inputs)
     plain = not nested and not [*module.parameters(), *module.buffers()]
