@@ -19,8 +19,10 @@ from isthmus._dynamo.evaluate import OWN, Evaluation, lower
 from isthmus._dynamo.layout import root_of
 from isthmus._export.dims import is_dimension
 from isthmus._graph.schema import schema_of
+from isthmus._ops import cpu_convolution
 from isthmus._ops.attention import attention
-from isthmus._ops.common import Number, cast, wrap_dim
+from isthmus._ops.common import Number, cast, product_dtype, wrap_dim
+from isthmus._ops.convolution import finished, plan, whole
 from isthmus._ops.creation import count
 from isthmus._ops.registry import lowering_of
 from isthmus._ops.views import VIEWS
@@ -165,10 +167,28 @@ def _attention(
     return _fused_attention(q, k, v, mask, dropout_p, is_causal, scale=scale)[0][:, 0]
 
 
+def _convolution(input: Array, weight: Array, bias: Array | None, *options: Any) -> Array:
+    """Return a convolution that is taken apart on the CPU alone, where that pays."""
+    given = (input, weight, *options, product_dtype(input.dtype))
+    planned = plan(*given)
+    if input.dtype != weight.dtype or not cpu_convolution.is_slow(*planned):
+        return NotImplemented
+
+    def on_cpu(*given: Array) -> Array:
+        return cpu_convolution.apart(*given, *planned[2:])
+
+    def elsewhere(*given: Array) -> Array:
+        return whole(*given, *planned[2:])
+
+    out = lax.platform_dependent(*planned[:2], cpu=on_cpu, default=elsewhere)
+    return finished(out, bias, input.dtype)
+
+
 _OTHERWISE: dict[Any, Callable[..., Any]] = {
     _aten.slice.Tensor: _slice,
     _aten.select.int: _select,
     _aten.arange.start_step: _arange,
+    _aten.convolution.default: _convolution,
     _aten.scaled_dot_product_attention.default: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention_for_cpu,
     _aten._scaled_dot_product_fused_attention_overrideable.default: _fused_attention,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from isthmus._graph.names import aten
+from isthmus._ops import cpu_convolution
 from isthmus._ops.common import accumulation_dtype, cast, product_dtype
 from isthmus._ops.matmul import precision
 from isthmus._ops.registry import lowering
@@ -31,7 +32,7 @@ def _transposed_weight(weight: Array, groups: int) -> Array:
     return jnp.flip(swapped, range(2, swapped.ndim))
 
 
-def convolve(
+def plan(
     input: Array,
     weight: Array,
     stride: Sequence[int],
@@ -41,8 +42,8 @@ def convolve(
     output_padding: Sequence[int],
     groups: int,
     dtype: Any,
-) -> Array:
-    """Return the convolution without bias, with results in ``dtype``."""
+) -> tuple[Any, ...]:
+    """Return what ``whole`` takes: a transposed convolution is a plain one of an input spread out."""
     if any(p < 0 for p in padding):
         raise Unsupported("negative padding")
     n = input.ndim - 2
@@ -53,6 +54,20 @@ def convolve(
         reach = [d * (k - 1) - p for d, k, p in zip(dilations, weight.shape[2:], pads, strict=True)]
         around = [(r, r + extra) for r, extra in zip(reach, _each(output_padding, n), strict=True)]
         weight, strides, spread = _transposed_weight(weight, groups), [1] * n, strides
+    return input, weight, strides, around, spread, dilations, groups, dtype
+
+
+def whole(
+    input: Array,
+    weight: Array,
+    strides: Sequence[int],
+    around: Sequence[tuple[int, int]],
+    spread: Sequence[int],
+    dilations: Sequence[int],
+    groups: int,
+    dtype: Any,
+) -> Array:
+    """Return the convolution without bias as one op of XLA's, with results in ``dtype``."""
     return jax.lax.conv_general_dilated(
         input,
         weight,
@@ -64,6 +79,12 @@ def convolve(
         precision=precision(),
         preferred_element_type=dtype,
     )
+
+
+def convolve(*args: Any) -> Array:
+    """Return the convolution without bias; the arguments are those of ``plan``."""
+    planned = plan(*args)
+    return (cpu_convolution.apart if cpu_convolution.takes(*planned) else whole)(*planned)
 
 
 def _check(input: Array, weight: Array) -> None:
@@ -87,9 +108,14 @@ def convolution(
     _check(input, weight)
     wide = product_dtype(input.dtype)
     out = convolve(input, weight, stride, padding, dilation, transposed, output_padding, groups, wide)
+    return finished(out, bias, input.dtype)
+
+
+def finished(out: Array, bias: Array | None, dtype: Any) -> Array:
+    """Return a convolution with its bias, in the dtype of its input."""
     if bias is not None:
-        out = out + cast(bias, wide).reshape((-1,) + (1,) * (input.ndim - 2))
-    return cast(out, input.dtype)
+        out = out + cast(bias, out.dtype).reshape((-1,) + (1,) * (out.ndim - 2))
+    return cast(out, dtype)
 
 
 def _transpose(function: Callable[[Array], Array], like: Array, grad: Array) -> Array:
@@ -97,6 +123,25 @@ def _transpose(function: Callable[[Array], Array], like: Array, grad: Array) -> 
     shape = jax.ShapeDtypeStruct(like.shape, like.dtype)  # type: ignore[no-untyped-call]
     (found,) = jax.linear_transpose(function, shape)(grad)
     return found
+
+
+def _input_gradient(grad: Array, input: Array, weight: Array, options: tuple[Any, ...]) -> Array:
+    """Return the gradient for the input.
+
+    JAX's is a convolution too, with the groups put together in another way than one can be taken apart.
+    """
+    stride, padding, dilation, transposed, _, groups = options
+    n = input.ndim - 2
+    extra = [0] * n
+    if not transposed:
+        known = [input.shape[2:], grad.shape[2:], weight.shape[2:], *[_each(o, n) for o in options[:3]]]
+        rows = zip(*known, strict=True)
+        extra = [size - ((g - 1) * s - 2 * p + d * (k - 1) + 1) for size, g, k, s, p, d in rows]
+    turned = plan(grad, weight, stride, padding, dilation, not transposed, extra, groups, grad.dtype)
+    if cpu_convolution.takes(*turned):
+        # What a transposed convolution added at the end has no gradient.
+        return cpu_convolution.apart(*turned)[tuple(slice(size) for size in input.shape)]
+    return _transpose(lambda x: convolve(x, weight, *options, grad.dtype), input, grad)
 
 
 @lowering(aten.convolution_backward.default, matmul=True)
@@ -123,8 +168,7 @@ def convolution_backward(
         input, weight, grad = (cast(a, wide) for a in (input, weight, grad))
     grads: list[Array | None] = [None, None, None]
     if output_mask[0]:
-        found = _transpose(lambda x: convolve(x, weight, *options, grad.dtype), input, grad)
-        grads[0] = cast(found, dtype)
+        grads[0] = cast(_input_gradient(grad, input, weight, options), dtype)
     if output_mask[1]:
         found = _transpose(lambda w: convolve(input, w, *options, grad.dtype), weight, grad)
         grads[1] = cast(found, dtype)
