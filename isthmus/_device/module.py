@@ -77,9 +77,12 @@ def synchronize(device: Any = None) -> None:
     import jax
 
     from isthmus._device import checks, mode
+    from isthmus._runtime import compiler
 
     mode.current.materialise()
     jax.effects_barrier()
+    compiler.wait()
+    # What other threads began, as autograd's do, is known by its results.
     jax.block_until_ready([array for array in jax.live_arrays() if not array.is_deleted()])
     checks.raise_pending()
 

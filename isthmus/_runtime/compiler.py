@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from isthmus._runtime import counters, disk, effort, gaps, private, progress
 
@@ -128,3 +129,15 @@ def default_device() -> Any:
 def platform() -> str:
     """Return the platform of that device: cpu, gpu or tpu."""
     return str(default_device().platform)
+
+
+def wait() -> None:
+    """Wait for what this thread began, results that nobody kept included: a device does one thing after another."""
+    call, zero = _something()
+    call(zero).block_until_ready()
+
+
+@functools.cache
+def _something() -> tuple[Function, Any]:
+    """Return a program to be run after all others, and its argument."""
+    return jax.jit(lambda x: x + 1), jax.device_put(np.zeros((), np.float32), default_device())
