@@ -16,6 +16,10 @@ def _turned(t: torch.Tensor) -> torch.Tensor:
     return t.t()
 
 
+# Numbers so small that a CPU takes them for zero where it computes.
+TINY = values([1.0, 1e-40, -1e-40, 5e-41, -2.0, 3e-41])
+ENDS = values([5, 2**31 - 1, -(2**31), 0, -1, 5], dtype=torch.int32)
+
 CASES = [
     case(aten.sort.default, f32(4, 5).then(_turned), 0),
     case(aten.sort.default, f32(4, 5), -1, True),
@@ -29,6 +33,13 @@ CASES = [
     case(aten.sort.stable, bf16(4, 30), stable=True, dim=-1),
     case(aten.sort.stable, u8(20).between(0, 255), stable=True, descending=True),
     fails(aten.sort.default, f32(3), 2, error=IndexError, match="Dimension out of range"),
+    case(aten.sort.stable, TINY, stable=True, id="tiny"),
+    case(aten.sort.stable, TINY, stable=True, descending=True, id="tiny descending"),
+    case(aten.sort.stable, ENDS, stable=True, id="ends of the range"),
+    case(aten.sort.stable, ENDS, stable=True, descending=True, id="ends of the range descending"),
+    case(aten.topk.default, TINY, 3, id="tiny"),
+    case(aten.topk.default, TINY, 3, -1, False, id="tiny least"),
+    case(aten.topk.default, ENDS, 3, 0, False, id="ends of the range"),
     case(aten.topk.default, f32(4, 9).then(_turned), 3, 0),
     case(aten.topk.default, f32(4, 9), 3, -1, False),
     case(aten.topk.default, ONE_NAN, 4, id="nan"),
