@@ -201,6 +201,7 @@ def test_torchs_settings_stay_as_they_were() -> None:
 RIVAL = """
 import os, sys, warnings
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+os.environ.pop("ISTHMUS_AUTOLOAD", None)
 import torch
 torch.version.cuda = "13.0"  # as if torch were built for CUDA, and a GPU were there
 plain, os.path.exists = os.path.exists, lambda path: path == "/dev/nvidiactl" or plain(path)
