@@ -1,4 +1,4 @@
-"""What a compiled call and a compiled model cost: backend "isthmus" beside hand-written JAX and TorchInductor.
+"""What a compiled call and a compiled model cost: backend "isthmus" beside hand-written JAX, TorchInductor, torchax.
 
     python benchmarks/compile.py                 # everything, for the CPU
     python benchmarks/compile.py overhead gpt    # some of it
@@ -11,6 +11,7 @@ its rounds. Every round waits for its results.
 from __future__ import annotations
 
 import argparse
+import copy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,11 +21,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from peers import gpt, resnet
+from peers import gpt, torchax_peer
+from peers.cases import CASES, token_loss
 from peers.race import Thunk, race, report
 from peers.training import JaxTraining
 
@@ -71,73 +72,33 @@ def torch_step(model: nn.Module, backend: str, optimizer: Any, loss: Any) -> Cal
     return step
 
 
-def token_loss(logits: Any, y: Any) -> Any:
-    """Return the mean cross-entropy of the next tokens."""
-    return F.cross_entropy(logits.flatten(0, 1), y.flatten())
-
-
 def run_gpt(rounds: int) -> None:
     """The forward pass and the training step of a GPT of four layers."""
-    size = gpt.Size()
-    torch.manual_seed(0)
-    model = gpt.GPT(size)
-    tokens = torch.randint(size.vocabulary, (size.batch, size.context))
-    targets = tokens.roll(-1, 1)
-    p, jt, jy = gpt.parameters(model), jnp.asarray(tokens.numpy()), jnp.asarray(targets.numpy())
-    forward = jax.jit(lambda p, x: gpt.forward(p, x, size))
-    training = JaxTraining(gpt.parameters(model), lambda p, x, y: gpt.loss(p, x, y, size))
-
-    compare(
-        "GPT L4 D256 T128 B8",
-        model,
-        (tokens, targets),
-        token_loss,
-        lambda: forward(p, jt),
-        lambda: training(jt, jy),
-        rounds,
-    )
+    compare("gpt", rounds)
 
 
 def run_resnet(rounds: int) -> None:
     """The forward pass and the training step of a ResNet-18."""
-    torch.manual_seed(0)
-    model = resnet.ResNet()
-    images, labels = torch.randn(8, 3, 64, 64), torch.randint(100, (8,))
-    p = gpt.parameters(model)
-    s = {k: jnp.asarray(v.numpy()) for k, v in model.named_buffers() if "running" in k}
-    ji, jl = jnp.asarray(images.permute(0, 2, 3, 1).numpy()), jnp.asarray(labels.numpy())
-    forward = jax.jit(lambda p, s, x: resnet.forward(p, s, x))
-    training = JaxTraining(gpt.parameters(model), resnet.loss, {k: jnp.array(v) for k, v in s.items()})
-    compare(
-        "ResNet-18 64x64 B8",
-        model,
-        (images, labels),
-        F.cross_entropy,
-        lambda: forward(p, s, ji),
-        lambda: training(ji, jl),
-        rounds,
-    )
+    compare("resnet", rounds)
 
 
-def compare(
-    title: str, model: nn.Module, batch: tuple[Any, Any], loss: Any, forward: Thunk, step: Thunk, rounds: int
-) -> None:
+def compare(name: str, rounds: int) -> None:
     """Race the contenders through the forward pass and through the training step of a model."""
-    import copy
-
-    contenders: dict[str, Thunk] = {"jax": forward}
-    steps: dict[str, Thunk] = {"jax": step}
+    case = CASES[name]()
+    contenders: dict[str, Thunk] = {"jax": case.forward}
+    steps: dict[str, Thunk] = {"jax": case.step}
     for backend, device in {"isthmus": DEVICE, **PEERS}.items():
         torch._dynamo.reset()
-        x, y = batch[0].to(device), batch[1].to(device)
-        mine = copy.deepcopy(model).to(device).eval()
+        x, y = case.batch[0].to(device), case.batch[1].to(device)
+        mine = copy.deepcopy(case.model).to(device).eval()
         compiled = torch.compile(mine, backend=backend)
         contenders[backend] = no_grad(compiled, x)
-        other = copy.deepcopy(model).to(device)
+        other = copy.deepcopy(case.model).to(device)
         optimizer = torch.optim.AdamW(other.parameters(), lr=1e-3)
-        steps[backend] = bound(torch_step(other, backend, optimizer, loss), x, y)
-    report(f"{title}, forward", race(contenders, rounds), "jax", 1.1)
-    report(f"{title}, training step", race(steps, rounds), "jax", 1.1)
+        steps[backend] = bound(torch_step(other, backend, optimizer, case.loss), x, y)
+    report(f"{case.title}, forward", race(contenders, rounds), "jax", 1.1)
+    report(f"{case.title}, training step", race(steps, rounds), "jax", 1.1)
+    torchax_peer.beside(name, rounds)
 
 
 def no_grad(function: Callable[..., Any], x: Any) -> Thunk:

@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import importlib.util
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -29,11 +26,11 @@ import torch.nn.functional as F
 import isthmus
 
 sys.path.insert(0, str(Path(__file__).parent))
-from peers import gpt
+from peers import torchax_peer
+from peers.cases import CASES
 from peers.race import race, report
 from peers.training import OptaxTraining
 
-SIZE = gpt.Size(layers=4, width=128, heads=4, context=64, vocabulary=512, batch=4)
 STEPS = 5
 
 
@@ -93,14 +90,11 @@ def loss_of(model: Any, tokens: Any, targets: Any) -> Any:
 
 def train(rounds: int) -> None:
     """A step of the small GPT costs at most 1.1 x that of hand-written JAX with optax."""
-    torch.manual_seed(0)
-    original = gpt.GPT(SIZE)
-    tokens = torch.randint(SIZE.vocabulary, (SIZE.batch, SIZE.context + 1))
-    batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    arrays = [jnp.asarray(part.numpy(), jnp.int32) for part in batch]
-    ours = [part.to("jax") for part in batch]
-    by_hand = OptaxTraining(gpt.parameters(original), lambda p, x, y: gpt.loss(p, x, y, SIZE))
-    contenders: dict[str, Callable[[], Any]] = {"jax.jit + optax": lambda: by_hand(*arrays)}
+    case = CASES["small"]()
+    original = case.model
+    arrays = [jnp.asarray(part.numpy(), jnp.int32) for part in case.batch]
+    ours = [part.to("jax") for part in case.batch]
+    contenders: dict[str, Callable[[], Any]] = {"jax.jit + optax": case.step}
     with_torch, with_optax = (copy.deepcopy(original).to("jax") for _ in range(2))
     step = isthmus.train_step(with_torch, loss_of, torch.optim.AdamW(with_torch.parameters(), 1e-3))
     contenders["isthmus, torch.optim"] = lambda: step(*ours)
@@ -112,7 +106,7 @@ def train(rounds: int) -> None:
     times = race({name: repeated(run) for name, run in contenders.items()}, rounds)
     for name in ("isthmus, torch.optim", "isthmus, optax", "isthmus.functional"):
         report(f"{STEPS} training steps: {name}", times, "jax.jit + optax", 1.1, name)
-    torchax_training()
+    torchax_peer.beside("small", rounds)
 
 
 def repeated(run: Callable[[], Any]) -> Callable[[], Any]:
@@ -133,15 +127,6 @@ def functional_training(original: Any) -> Any:
         return (jax.nn.logsumexp(logits, axis=-1) - chosen).mean()
 
     return OptaxTraining({name: jnp.array(value) for name, value in params.items()}, loss)
-
-
-def torchax_training() -> None:
-    """Print the same for torchax, if it is installed, in a process without isthmus."""
-    if importlib.util.find_spec("torchax") is None:
-        return
-    script = Path(__file__).parent / "peers" / "torchax_step.py"
-    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    subprocess.run([sys.executable, str(script)], env=environment, check=False)
 
 
 def main() -> None:
