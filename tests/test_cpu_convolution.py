@@ -16,6 +16,7 @@ from torch import nn
 import isthmus
 from isthmus._ops import convolution as whole
 from isthmus._ops import cpu_convolution
+from isthmus._ops.cpu_convolution import Convolution
 from isthmus._runtime.compiler import platform
 
 pytestmark = pytest.mark.skipif(platform() != "cpu", reason="elsewhere XLA has kernels for all of them")
@@ -46,7 +47,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     seen: list[Any] = []
     apart = cpu_convolution.apart
     monkeypatch.setattr(cpu_convolution, "_FEW", 0)
-    monkeypatch.setattr(cpu_convolution, "apart", lambda *planned: seen.append(planned) or apart(*planned))
+    monkeypatch.setattr(cpu_convolution, "apart", lambda given: seen.append(given) or apart(given))
     return seen
 
 
@@ -99,15 +100,16 @@ def test_what_one_group_holds_stays_there(always: list[Any]) -> None:
 
 
 def test_small_ones_whole_ones_and_integers_are_left_to_xla() -> None:
-    def planned(x: Any, w: Any, groups: int, dtype: Any = jnp.float32) -> tuple[Any, ...]:
+    def takes(x: Any, w: Any, groups: int, dtype: Any = jnp.float32) -> bool:
         shapes = jax.ShapeDtypeStruct(x, dtype), jax.ShapeDtypeStruct(w, dtype)
-        return *shapes, [1, 1], [(1, 1)] * 2, [1, 1], [1, 1], groups, dtype
+        given = Convolution(*shapes, [1, 1], [(1, 1)] * 2, [1, 1], [1, 1], groups, dtype)
+        return cpu_convolution.takes(given)
 
-    assert cpu_convolution.takes(*planned((8, 64, 32, 32), (64, 1, 3, 3), 64))
-    assert not cpu_convolution.takes(*planned((1, 4, 8, 8), (4, 1, 3, 3), 4))
-    assert not cpu_convolution.takes(*planned((8, 64, 32, 32), (64, 64, 3, 3), 1))
-    assert not cpu_convolution.takes(*planned((8, 64, 32, 32), (64, 1, 31, 31), 64))
-    assert not cpu_convolution.takes(*planned((8, 64, 32, 32), (64, 1, 3, 3), 64, jnp.int32))
+    assert takes((8, 64, 32, 32), (64, 1, 3, 3), 64)
+    assert not takes((1, 4, 8, 8), (4, 1, 3, 3), 4)
+    assert not takes((8, 64, 32, 32), (64, 64, 3, 3), 1)
+    assert not takes((8, 64, 32, 32), (64, 1, 31, 31), 64)
+    assert not takes((8, 64, 32, 32), (64, 1, 3, 3), 64, jnp.int32)
 
 
 def test_a_model_of_them_trains_in_every_mode() -> None:

@@ -169,18 +169,16 @@ def _attention(
 
 def _convolution(input: Array, weight: Array, bias: Array | None, *options: Any) -> Array:
     """Return a convolution that is taken apart on the CPU alone, where that pays."""
-    given = (input, weight, *options, product_dtype(input.dtype))
-    planned = plan(*given)
-    if input.dtype != weight.dtype or not cpu_convolution.is_slow(*planned):
+    args = (input, weight, *options, product_dtype(input.dtype))
+    given = plan(*args)
+    if input.dtype != weight.dtype or not cpu_convolution.is_slow(given):
         return NotImplemented
-
-    def on_cpu(*given: Array) -> Array:
-        return cpu_convolution.apart(*given, *planned[2:])
-
-    def elsewhere(*given: Array) -> Array:
-        return whole(*given, *planned[2:])
-
-    out = lax.platform_dependent(*planned[:2], cpu=on_cpu, default=elsewhere)
+    out = lax.platform_dependent(
+        given.input,
+        given.weight,
+        cpu=lambda x, w: cpu_convolution.apart(given._replace(input=x, weight=w)),
+        default=lambda x, w: whole(given._replace(input=x, weight=w)),
+    )
     return finished(out, bias, input.dtype)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from isthmus._graph.names import aten
 from isthmus._ops import cpu_convolution
 from isthmus._ops.common import accumulation_dtype, cast, product_dtype
+from isthmus._ops.cpu_convolution import Convolution
 from isthmus._ops.matmul import precision
 from isthmus._ops.registry import lowering
 from isthmus.errors import Unsupported
@@ -42,8 +43,8 @@ def plan(
     output_padding: Sequence[int],
     groups: int,
     dtype: Any,
-) -> tuple[Any, ...]:
-    """Return what ``whole`` takes: a transposed convolution is a plain one of an input spread out."""
+) -> Convolution:
+    """Return a convolution with results in ``dtype``; a transposed one is a plain one of an input spread out."""
     if any(p < 0 for p in padding):
         raise Unsupported("negative padding")
     n = input.ndim - 2
@@ -54,37 +55,28 @@ def plan(
         reach = [d * (k - 1) - p for d, k, p in zip(dilations, weight.shape[2:], pads, strict=True)]
         around = [(r, r + extra) for r, extra in zip(reach, _each(output_padding, n), strict=True)]
         weight, strides, spread = _transposed_weight(weight, groups), [1] * n, strides
-    return input, weight, strides, around, spread, dilations, groups, dtype
+    return Convolution(input, weight, strides, around, spread, dilations, groups, dtype)
 
 
-def whole(
-    input: Array,
-    weight: Array,
-    strides: Sequence[int],
-    around: Sequence[tuple[int, int]],
-    spread: Sequence[int],
-    dilations: Sequence[int],
-    groups: int,
-    dtype: Any,
-) -> Array:
-    """Return the convolution without bias as one op of XLA's, with results in ``dtype``."""
+def whole(given: Convolution) -> Array:
+    """Return a convolution as one op of XLA's."""
     return jax.lax.conv_general_dilated(
-        input,
-        weight,
-        window_strides=strides,
-        padding=around,
-        lhs_dilation=spread,
-        rhs_dilation=dilations,
-        feature_group_count=groups,
+        given.input,
+        given.weight,
+        window_strides=given.strides,
+        padding=given.around,
+        lhs_dilation=given.spread,
+        rhs_dilation=given.dilations,
+        feature_group_count=given.groups,
         precision=precision(),
-        preferred_element_type=dtype,
+        preferred_element_type=given.dtype,
     )
 
 
 def convolve(*args: Any) -> Array:
-    """Return the convolution without bias; the arguments are those of ``plan``."""
-    planned = plan(*args)
-    return (cpu_convolution.apart if cpu_convolution.takes(*planned) else whole)(*planned)
+    """Return the convolution that ``plan`` makes of these arguments."""
+    given = plan(*args)
+    return cpu_convolution.apart(given) if cpu_convolution.takes(given) else whole(given)
 
 
 def _check(input: Array, weight: Array) -> None:
@@ -126,10 +118,7 @@ def _transpose(function: Callable[[Array], Array], like: Array, grad: Array) -> 
 
 
 def _input_gradient(grad: Array, input: Array, weight: Array, options: tuple[Any, ...]) -> Array:
-    """Return the gradient for the input.
-
-    JAX's is a convolution too, with the groups put together in another way than one can be taken apart.
-    """
+    """Return the gradient for the input: of a convolution a transposed one, and of that a convolution."""
     stride, padding, dilation, transposed, _, groups = options
     n = input.ndim - 2
     extra = [0] * n
@@ -138,9 +127,9 @@ def _input_gradient(grad: Array, input: Array, weight: Array, options: tuple[Any
         rows = zip(*known, strict=True)
         extra = [size - ((g - 1) * s - 2 * p + d * (k - 1) + 1) for size, g, k, s, p, d in rows]
     turned = plan(grad, weight, stride, padding, dilation, not transposed, extra, groups, grad.dtype)
-    if cpu_convolution.takes(*turned):
+    if cpu_convolution.takes(turned):
         # What a transposed convolution added at the end has no gradient.
-        return cpu_convolution.apart(*turned)[tuple(slice(size) for size in input.shape)]
+        return cpu_convolution.apart(turned)[tuple(slice(size) for size in input.shape)]
     return _transpose(lambda x: convolve(x, weight, *options, grad.dtype), input, grad)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,58 +26,55 @@ _MOST_GROUPS = 64
 _MOST_PLACES = 64
 
 
-def takes(*planned: Any) -> bool:
+class Convolution(NamedTuple):
+    """A convolution without bias as XLA takes it; the weight is (out, in each group, *window)."""
+
+    input: Array
+    weight: Array
+    strides: Sequence[int]
+    around: Sequence[tuple[int, int]]
+    spread: Sequence[int]
+    dilations: Sequence[int]
+    groups: int
+    dtype: Any
+
+
+def takes(given: Convolution) -> bool:
     """Return whether a convolution on this device is better taken apart."""
-    return compiler.platform() == "cpu" and is_slow(*planned)
+    return compiler.platform() == "cpu" and is_slow(given)
 
 
-def is_slow(input: Array, weight: Array, strides: Sequence[int], *others: Any) -> bool:
+def is_slow(given: Convolution) -> bool:
     """Return whether XLA has but loops for a convolution on the CPU, and enough for them to do."""
-    groups, sizes, window = others[-2], input.shape[2:], weight.shape[2:]
-    if not jnp.issubdtype(input.dtype, jnp.floating):
+    shape, weights = given.input.shape, given.weight.shape
+    if not jnp.issubdtype(given.input.dtype, jnp.floating):
         return False
-    if not all(type(n) is int for n in (*input.shape, *weight.shape)):
+    if not all(type(n) is int for n in (*shape, *weights)):
         return False  # what a program is exported for may be larger
-    products = input.shape[0] * math.prod(sizes) // math.prod(strides) * math.prod(weight.shape)
-    larger = any(k > n for k, n in zip(window, sizes, strict=True))
-    splits = _in_groups(weight, groups) or math.prod(window) <= _MOST_PLACES
-    return (groups > 1 or larger) and products >= _FEW and splits
+    products = shape[0] * math.prod(shape[2:]) // math.prod(given.strides) * math.prod(weights)
+    larger = any(k > n for k, n in zip(weights[2:], shape[2:], strict=True))
+    splits = _in_groups(given) or math.prod(weights[2:]) <= _MOST_PLACES
+    return (given.groups > 1 or larger) and products >= _FEW and splits
 
 
-def _in_groups(weight: Array, groups: int) -> bool:
-    return weight.shape[1] > 1 and 1 < groups <= _MOST_GROUPS
+def _in_groups(given: Convolution) -> bool:
+    return given.weight.shape[1] > 1 and 1 < given.groups <= _MOST_GROUPS
 
 
-def apart(
-    input: Array,
-    weight: Array,
-    strides: Sequence[int],
-    around: Sequence[tuple[int, int]],
-    spread: Sequence[int],
-    dilations: Sequence[int],
-    groups: int,
-    dtype: Any,
-) -> Array:
-    """Return such a convolution, with results in ``dtype``; the weight is (out, in each group, *window)."""
-    if not _in_groups(weight, groups):
-        return _by_places(input, weight, strides, around, spread, dilations, groups, dtype)
-    how: dict[str, Any] = {"precision": precision(), "preferred_element_type": dtype}
-    pairs = zip(jnp.split(input, groups, 1), jnp.split(weight, groups, 0), strict=True)
-    found = [jax.lax.conv_general_dilated(a, b, strides, around, spread, dilations, **how) for a, b in pairs]
+def apart(given: Convolution) -> Array:
+    """Return such a convolution."""
+    if not _in_groups(given):
+        return _by_places(given)
+    how: dict[str, Any] = {"precision": precision(), "preferred_element_type": given.dtype}
+    where = (given.strides, given.around, given.spread, given.dilations)
+    inputs, weights = jnp.split(given.input, given.groups, 1), jnp.split(given.weight, given.groups, 0)
+    found = [jax.lax.conv_general_dilated(x, w, *where, **how) for x, w in zip(inputs, weights, strict=True)]
     return jnp.concatenate(found, 1)
 
 
-def _by_places(
-    input: Array,
-    weight: Array,
-    strides: Sequence[int],
-    around: Sequence[tuple[int, int]],
-    spread: Sequence[int],
-    dilations: Sequence[int],
-    groups: int,
-    dtype: Any,
-) -> Array:
+def _by_places(given: Convolution) -> Array:
     """Return the sum, over the places in the window, of what lies there times its weight."""
+    input, weight, strides, around, spread, dilations, groups, dtype = given
     inner = [(low, high, gap - 1) for (low, high), gap in zip(around, spread, strict=True)]
     padded = jax.lax.pad(input, jnp.zeros((), input.dtype), [(0, 0, 0), (0, 0, 0), *inner])
     window = weight.shape[2:]
