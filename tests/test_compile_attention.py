@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from isthmus._dynamo import record
+from isthmus._dynamo import decompositions, record
 
 aten = torch.ops.aten
 BATCH, HEADS, LENGTH, WIDTH = 2, 4, 37, 8
@@ -79,8 +80,12 @@ def test_sums_nobody_asked_for_are_empty() -> None:
 
 
 def test_dropout_stays_with_cuda() -> None:
-    from isthmus._dynamo.attention import KERNELS as taken_apart
+    kernel = aten._scaled_dot_product_flash_attention.default
+    q = torch.randn(1, 1, 4, 8, device="jax")
 
-    kernel = taken_apart[aten._scaled_dot_product_flash_attention.default]
-    q = torch.randn(1, 1, 4, 8)
-    assert kernel(q, q, q, 0.5) is NotImplemented
+    def targets(dropout: float) -> set[Any]:
+        traced = make_fx(lambda q: kernel(q, q, q, dropout)[0], decompositions.table(), "fake")(q)
+        return {node.target for node in traced.graph.nodes}
+
+    assert kernel in targets(0.5)
+    assert kernel not in targets(0.0)

@@ -30,9 +30,10 @@ def sort_with_indices(x: Array, axis: int, descending: bool = False) -> tuple[Ar
 
 
 def _is_narrow(x: Array) -> bool:
-    """Return whether an element's rank fits into half of an int64."""
-    real = not jnp.issubdtype(x.dtype, jnp.complexfloating)
-    return real and x.dtype.itemsize <= 4 and x.dtype != jnp.uint32
+    """Return whether an element's rank is known, and fits into half of an int64."""
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return x.dtype in (jnp.float16, jnp.bfloat16, jnp.float32)
+    return x.dtype.itemsize <= 4 and x.dtype != jnp.uint32
 
 
 def _sort_packed(x: Array, axis: int, descending: bool) -> Array:
