@@ -169,8 +169,7 @@ def _attention(
 
 def _convolution(input: Array, weight: Array, bias: Array | None, *options: Any) -> Array:
     """Return a convolution that is taken apart on the CPU alone, where that pays."""
-    args = (input, weight, *options, product_dtype(input.dtype))
-    given = plan(*args)
+    given = plan(input, weight, *options, dtype=product_dtype(input.dtype))
     if input.dtype != weight.dtype or not cpu_convolution.is_slow(given):
         return NotImplemented
     out = lax.platform_dependent(

@@ -42,6 +42,7 @@ def plan(
     transposed: bool,
     output_padding: Sequence[int],
     groups: int,
+    *,
     dtype: Any,
 ) -> Convolution:
     """Return a convolution with results in ``dtype``; a transposed one is a plain one of an input spread out."""
@@ -73,9 +74,8 @@ def whole(given: Convolution) -> Array:
     )
 
 
-def convolve(*args: Any) -> Array:
-    """Return the convolution that ``plan`` makes of these arguments."""
-    given = plan(*args)
+def convolve(given: Convolution) -> Array:
+    """Return a convolution in the way that is fastest on this device."""
     return cpu_convolution.apart(given) if cpu_convolution.takes(given) else whole(given)
 
 
@@ -99,8 +99,8 @@ def convolution(
     """Convolve over one to three spatial dims; half types accumulate in float32."""
     _check(input, weight)
     wide = product_dtype(input.dtype)
-    out = convolve(input, weight, stride, padding, dilation, transposed, output_padding, groups, wide)
-    return finished(out, bias, input.dtype)
+    given = plan(input, weight, stride, padding, dilation, transposed, output_padding, groups, dtype=wide)
+    return finished(convolve(given), bias, input.dtype)
 
 
 def finished(out: Array, bias: Array | None, dtype: Any) -> Array:
@@ -126,11 +126,22 @@ def _input_gradient(grad: Array, input: Array, weight: Array, options: tuple[Any
         known = [input.shape[2:], grad.shape[2:], weight.shape[2:], *[_each(o, n) for o in options[:3]]]
         rows = zip(*known, strict=True)
         extra = [size - ((g - 1) * s - 2 * p + d * (k - 1) + 1) for size, g, k, s, p, d in rows]
-    turned = plan(grad, weight, stride, padding, dilation, not transposed, extra, groups, grad.dtype)
+    turned = plan(grad, weight, stride, padding, dilation, not transposed, extra, groups, dtype=grad.dtype)
     if cpu_convolution.takes(turned):
         # What a transposed convolution added at the end has no gradient.
         return cpu_convolution.apart(turned)[tuple(slice(size) for size in input.shape)]
-    return _transpose(lambda x: convolve(x, weight, *options, grad.dtype), input, grad)
+    return _transpose(lambda x: convolve(plan(x, weight, *options, dtype=grad.dtype)), input, grad)
+
+
+def _weight_gradient(grad: Array, input: Array, weight: Array, options: tuple[Any, ...]) -> Array:
+    """Return the gradient for the weight."""
+
+    def forward(weight: Array) -> Array:
+        given = plan(input, weight, *options, dtype=grad.dtype)
+        takes = cpu_convolution.takes(given, cpu_convolution.MOST_SUMS)
+        return cpu_convolution.apart(given) if takes else whole(given)
+
+    return _transpose(forward, weight, grad)
 
 
 @lowering(aten.convolution_backward.default, matmul=True)
@@ -159,8 +170,7 @@ def convolution_backward(
     if output_mask[0]:
         grads[0] = cast(_input_gradient(grad, input, weight, options), dtype)
     if output_mask[1]:
-        found = _transpose(lambda w: convolve(input, w, *options, grad.dtype), weight, grad)
-        grads[1] = cast(found, dtype)
+        grads[1] = cast(_weight_gradient(grad, input, weight, options), dtype)
     if output_mask[2]:
         grads[2] = cast(cast(grad_output, wide).sum((0, *range(2, grad_output.ndim))), dtype)
     return tuple(grads)

@@ -21,9 +21,10 @@ from isthmus._runtime import compiler
 Array = Any
 # Below so many products the loops are done before anything else has begun.
 _FEW = 2**18
-# Each adds to what XLA has to compile.
+# Each adds to what XLA has to compile, in the gradient of the weight a sum.
 _MOST_GROUPS = 64
 _MOST_PLACES = 64
+MOST_SUMS = 25
 
 
 class Convolution(NamedTuple):
@@ -39,12 +40,12 @@ class Convolution(NamedTuple):
     dtype: Any
 
 
-def takes(given: Convolution) -> bool:
-    """Return whether a convolution on this device is better taken apart."""
-    return compiler.platform() == "cpu" and is_slow(given)
+def takes(given: Convolution, most: int = _MOST_PLACES) -> bool:
+    """Return whether a convolution on this device is better taken apart, at most into so many places."""
+    return compiler.platform() == "cpu" and is_slow(given, most)
 
 
-def is_slow(given: Convolution) -> bool:
+def is_slow(given: Convolution, most: int = _MOST_PLACES) -> bool:
     """Return whether XLA has but loops for a convolution on the CPU, and enough for them to do."""
     shape, weights = given.input.shape, given.weight.shape
     if not jnp.issubdtype(given.input.dtype, jnp.floating):
@@ -53,7 +54,7 @@ def is_slow(given: Convolution) -> bool:
         return False  # what a program is exported for may be larger
     products = shape[0] * math.prod(shape[2:]) // math.prod(given.strides) * math.prod(weights)
     larger = any(k > n for k, n in zip(weights[2:], shape[2:], strict=True))
-    splits = _in_groups(given) or math.prod(weights[2:]) <= _MOST_PLACES
+    splits = _in_groups(given) or math.prod(weights[2:]) <= most
     return (given.groups > 1 or larger) and products >= _FEW and splits
 
 
