@@ -8,6 +8,8 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from isthmus.errors import first_line
+
 OLDEST = {"torch": "2.11", "jax": "0.10"}
 _SHOWN = 10
 
@@ -41,8 +43,10 @@ def _guarded(report: Report, examination: Callable[[Report], None]) -> None:
     try:
         examination(report)
     except Exception as error:
-        first = (str(error).strip().splitlines() or [""])[0]
-        report.problem(examination.__name__.removeprefix("_"), f"failed with {type(error).__name__}: {first}")
+        report.problem(
+            examination.__name__.removeprefix("_"),
+            f"failed with {type(error).__name__}: {first_line(str(error))}",
+        )
 
 
 def _versions(report: Report) -> None:

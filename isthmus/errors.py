@@ -41,3 +41,8 @@ class ExportError(IsthmusError):
 
 class TracedValueError(IsthmusError):
     """Torch code that runs inside a transformation of JAX's reads a value, which is not known yet."""
+
+
+def first_line(text: str) -> str:
+    """Return the first line of what an error says: XLA's go on with whole programs."""
+    return (text.strip().splitlines() or [""])[0]

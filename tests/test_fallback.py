@@ -51,6 +51,23 @@ def test_warned_once() -> None:
     assert counters.fallbacks["fall2.f.default"] == 2
 
 
+def test_a_long_failure_is_told_in_a_line() -> None:
+    isthmus.config.fallback = "warn"
+    _keep, op = library("fall9", "f(Tensor x) -> Tensor", lambda x: x + 1)
+
+    @torch.library.register_fake("fall9::f")
+    def fake(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    @isthmus.lowering(op)
+    def fails(x: object) -> object:
+        raise RuntimeError("no kernel for this\nHloModule with\nall its lines")
+
+    with pytest.warns(FallbackWarning, match="no kernel for this") as caught:
+        assert op(torch.zeros(2, device="jax")).tolist() == [1, 1]
+    assert not any("HloModule" in str(each.message) for each in caught)
+
+
 def test_writes_reach_every_alias() -> None:
     _keep, op = library("fall3", "f_(Tensor(a!) x) -> Tensor(a!)", lambda x: x.add_(1))
     base = torch.zeros(4, device="jax")

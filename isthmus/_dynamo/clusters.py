@@ -21,7 +21,7 @@ from isthmus._dynamo.options import Options
 from isthmus._dynamo.program import Program
 from isthmus._dynamo.random import Draw
 from isthmus._ops.views import VIEWS
-from isthmus.errors import MissingLowering
+from isthmus.errors import MissingLowering, first_line
 
 _aten = torch.ops.aten
 _ID = "isthmus_id"
@@ -72,7 +72,9 @@ class Clusters:
             )
         if self.options.fallback == "warn":
             warnings.warn(
-                f"{node.target} runs outside the compiled programs ({reason})", FallbackWarning, stacklevel=2
+                f"{node.target} runs outside the compiled programs ({first_line(reason)})",
+                FallbackWarning,
+                stacklevel=2,
             )
         self.reasons[node.meta[_ID]] = reason
 
