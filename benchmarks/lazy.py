@@ -28,10 +28,10 @@ import isthmus
 
 sys.path.insert(0, str(Path(__file__).parent))
 from peers import gpt
+from peers.cases import SMALL
 from peers.race import race, report
 from peers.training import OptaxTraining
 
-SIZE = gpt.Size(layers=4, width=128, heads=4, context=64, vocabulary=512, batch=4)
 # Next to nothing to compute, with as many arrays.
 TINY = gpt.Size(layers=4, width=8, heads=2, context=4, vocabulary=16, batch=1)
 STEPS = 5
@@ -157,7 +157,7 @@ def peers(model: nn.Module, tokens: Any, targets: Any) -> dict[str, Callable[[],
 
 def run_gpt(rounds: int) -> None:
     """The training step of a small GPT, every way there is."""
-    times = {name: seconds / STEPS for name, seconds in race(steps(SIZE), rounds).items()}
+    times = {name: seconds / STEPS for name, seconds in race(steps(SMALL), rounds).items()}
     report("GPT L4 D128 T64 B4, AdamW step", times, "jax.jit with optax", 1.15, "isthmus.jit")
     ratio = times["eager"] / times["lazy"]
     print(f"    {'ok' if ratio >= 2 else 'MISSED'}: lazy is {ratio:.2f} x as fast as eager, at least 2 x")
@@ -175,14 +175,14 @@ def memory(rounds: int) -> None:
     from isthmus._lazy import programs
 
     torch.manual_seed(0)
-    model = gpt.GPT(SIZE)
-    tokens = torch.randint(SIZE.vocabulary, (SIZE.batch, SIZE.context))
+    model = gpt.GPT(SMALL)
+    tokens = torch.randint(SMALL.vocabulary, (SMALL.batch, SMALL.context))
     step, batch = Contender(model, "jax"), (tokens.to("jax"), tokens.roll(-1, 1).to("jax"))
     for _ in range(4):
         lazily(step, *batch)()
     family = next(reversed(programs._families.values()))
     ours = bytes_of(list(family.programs.values())[-1].executable.compiled.memory_analysis())
-    training = OptaxTraining(gpt.parameters(model), lambda p, x, y: gpt.loss(p, x, y, SIZE))
+    training = OptaxTraining(gpt.parameters(model), lambda p, x, y: gpt.loss(p, x, y, SMALL))
     there = (jnp.asarray(tokens.numpy()), jnp.asarray(tokens.roll(-1, 1).numpy()))
     theirs = bytes_of(training.step.lower(training.state, *there).compile().memory_analysis())
     ratio = ours / theirs

@@ -21,7 +21,7 @@ from isthmus._graph.schema import ABSENT
 from isthmus._ops.checks import Checks, collecting
 from isthmus._runtime import compiler
 from isthmus._runtime.dtypes import to_jax_dtype
-from isthmus.errors import IsthmusError, LoweringError, first_line
+from isthmus.errors import IsthmusError, LoweringError
 
 if TYPE_CHECKING:
     from isthmus._device.dispatch import Kernel
@@ -80,7 +80,7 @@ def _choose(kernel: Kernel, inputs: list[Any], values: Values, traced: bool, fin
         except Exception as error:
             if traced:
                 raise
-            reason = f"its lowering failed: {type(error).__name__}: {first_line(str(error))}"
+            reason = f"its lowering failed: {type(error).__name__}: {error}"
             fallback.attempt(kernel.op, values)  # what the CPU refuses as well is refused in its words
     if traced:
         raise IsthmusError(f"{kernel.op} cannot run inside a trace: {reason}")

@@ -14,7 +14,7 @@ from isthmus._device.inference import numbers_as_tensors
 from isthmus._device.writes import stand_ins
 from isthmus._graph.schema import schema_of
 from isthmus._runtime import counters
-from isthmus.errors import MissingLowering
+from isthmus.errors import MissingLowering, first_line
 
 
 class FallbackWarning(UserWarning):
@@ -39,7 +39,7 @@ def run(op: OpOverload, values: tuple[Any, ...], reason: str) -> Any:
     if mode.current.capture is not None:
         raise mode.current.capture.refuse_fallback(op, reason)
     if counters.count_fallback(str(op), reason) and config.fallback == "warn":
-        warnings.warn(f"{op} ran on the CPU ({reason})", FallbackWarning, stacklevel=3)
+        warnings.warn(f"{op} ran on the CPU ({first_line(reason)})", FallbackWarning, stacklevel=3)
     moved, result = _on_cpu(op, values)
     originals: dict[int, torch.Tensor] = {}
     before, after = schema.named(values), schema.named(moved)

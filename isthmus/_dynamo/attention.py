@@ -5,175 +5,84 @@ With dropout they are left to CUDA, whose backward draws the same numbers again 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from isthmus._graph.schema import schema_of
+
 _aten = torch.ops.aten
 _FORWARD = _aten._scaled_dot_product_fused_attention_overrideable.default
 _BACKWARD = _aten._scaled_dot_product_fused_attention_overrideable_backward.default
-# The kernels for many rows at once keep the sums of so many.
+# The memory-efficient kernel keeps the sums of whole groups of so many rows.
 _ROWS = 32
-Bias = Tensor | None
+Given = dict[str, Any]
 
 
-def _forward(query: Tensor, key: Tensor, value: Tensor, bias: Bias, causal: bool, scale: Any) -> Any:
-    return _FORWARD(query, key, value, bias, 0.0, causal, False, scale=scale)[:2]
+def _seed(given: Given) -> Tensor:
+    return given["query"].new_zeros((), dtype=torch.int64)
 
 
-def _backward(
-    grad: Tensor, qkv: tuple[Tensor, ...], bias: Bias, out: Tensor, sums: Tensor, causal: bool, scale: Any
-) -> Any:
-    query, key, _ = qkv
-    wanted = [True, True, True, bias is not None]
-    seed = query.new_zeros((), dtype=torch.int64)
-    sizes = (None, None, query.size(2), key.size(2))
-    return _BACKWARD(grad, *qkv, bias, wanted, out, sums, *sizes, 0.0, causal, seed, seed, scale=scale)
+def _lengths(given: Given) -> tuple[Any, ...]:
+    return None, None, given["query"].size(2), given["key"].size(2)
 
 
-def flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> Any:
-    """Return what FlashAttention does, with nothing for its generator."""
-    if dropout_p or return_debug_mask:
+def _forward(kernel: Any, finish: Callable[[Given, Tensor, Tensor], Any], *args: Any, **kwargs: Any) -> Any:
+    """Return what a kernel does; ``finish`` makes its results of what comes out and the logarithms of the sums."""
+    given = schema_of(kernel).bind(args, kwargs)
+    if given["dropout_p"] or given.get("return_debug_mask"):
         return NotImplemented
-    out, sums = _forward(query, key, value, None, is_causal, scale)
-    state = query.new_zeros((2,), dtype=torch.uint64)
-    lengths = (None, None, query.size(2), key.size(2))
-    return out, sums, *lengths, state, state.new_zeros(()), query.new_zeros((0,))
+    qkv, bias = [given[name] for name in ("query", "key", "value")], given.get("attn_bias")
+    return finish(given, *_FORWARD(*qkv, bias, 0.0, given["is_causal"], False, scale=given["scale"])[:2])
 
 
-def flash_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    cum_seq_q: Any,
-    cum_seq_k: Any,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    *,
-    scale: float | None = None,
-) -> Any:
-    """Return its gradients for query, key and value."""
-    if dropout_p:
+def _backward(kernel: Any, sums_of: Callable[[Given], Tensor], *args: Any, **kwargs: Any) -> Any:
+    """Return a kernel's gradients: for query, key, value, and where it has one for the bias."""
+    given = schema_of(kernel).bind(args, kwargs)
+    if given["dropout_p"]:
         return NotImplemented
-    return _backward(grad_out, (query, key, value), None, out, logsumexp, is_causal, scale)[:3]
+    grad, *qkv = [*given.values()][:4]
+    bias, seed = given.get("attn_bias"), _seed(given)
+    saved = (bias, [True, True, True, bias is not None], given["out"], sums_of(given), *_lengths(given))
+    found = _BACKWARD(grad, *qkv, *saved, 0.0, given["is_causal"], seed, seed, scale=given["scale"])
+    if "grad_input_mask" not in given:
+        return found[:3]
+    return *found[:3], found[3] if given["grad_input_mask"][3] else None
 
 
-def efficient(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Bias,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> Any:
-    """Return what the memory-efficient kernel does: heads beside each other, sums for whole groups of rows."""
-    if dropout_p:
-        return NotImplemented
-    out, sums = _forward(query, key, value, attn_bias, is_causal, scale)
+def _flash(given: Given, out: Tensor, sums: Tensor) -> Any:
+    state = out.new_zeros((2,), dtype=torch.uint64)
+    return out, sums, *_lengths(given), state, state.new_zeros(()), out.new_zeros((0,))
+
+
+def _efficient(given: Given, out: Tensor, sums: Tensor) -> Any:
     rows = sums.size(2)
-    sums = F.pad(sums, (0, -rows % _ROWS if compute_log_sumexp else -rows))
-    seed = query.new_zeros((), dtype=torch.int64)
-    return out.transpose(1, 2).contiguous().transpose(1, 2), sums, seed, seed.clone()
+    kept = F.pad(sums, (0, -rows % _ROWS if given["compute_log_sumexp"] else -rows))
+    # Its heads lie beside each other.
+    return out.transpose(1, 2).contiguous().transpose(1, 2), kept, _seed(given), _seed(given)
 
 
-def efficient_backward(
-    grad_out_: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Bias,
-    out: Tensor,
-    logsumexp: Tensor,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    dropout_p: float,
-    grad_input_mask: list[bool],
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> Any:
-    """Return its gradients for query, key, value and bias."""
-    if dropout_p:
-        return NotImplemented
-    sums = logsumexp[:, :, : query.size(2)]
-    found = _backward(grad_out_, (query, key, value), attn_bias, out, sums, is_causal, scale)
-    return *found[:3], found[3] if grad_input_mask[3] else None
+def _cudnn(given: Given, out: Tensor, sums: Tensor) -> Any:
+    return out, sums.unsqueeze(-1), *_lengths(given), _seed(given), _seed(given), None
 
 
-def cudnn(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Bias,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> Any:
-    """Return what cuDNN's kernel does, whose sums have one dim more."""
-    if dropout_p or return_debug_mask:
-        return NotImplemented
-    out, sums = _forward(query, key, value, attn_bias, is_causal, scale)
-    seed = query.new_zeros((), dtype=torch.int64)
-    lengths = (None, None, query.size(2), key.size(2))
-    return out, sums.unsqueeze(-1), *lengths, seed, seed.clone(), None
-
-
-def cudnn_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    attn_bias: Bias,
-    cum_seq_q: Any,
-    cum_seq_k: Any,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    *,
-    scale: float | None = None,
-) -> Any:
-    """Return its gradients for query, key and value."""
-    if dropout_p:
-        return NotImplemented
-    sums = logsumexp.squeeze(-1)
-    return _backward(grad_out, (query, key, value), attn_bias, out, sums, is_causal, scale)[:3]
-
-
-KERNELS: dict[Any, Callable[..., Any]] = {
-    _aten._scaled_dot_product_flash_attention.default: flash,
-    _aten._scaled_dot_product_flash_attention_backward.default: flash_backward,
-    _aten._scaled_dot_product_efficient_attention.default: efficient,
-    _aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
-    _aten._scaled_dot_product_cudnn_attention.default: cudnn,
-    _aten._scaled_dot_product_cudnn_attention_backward.default: cudnn_backward,
+_KINDS: dict[str, tuple[Callable[..., Any], Callable[[Given], Tensor]]] = {
+    "flash": (_flash, lambda given: given["logsumexp"]),
+    "efficient": (_efficient, lambda given: given["logsumexp"][:, :, : given["query"].size(2)]),
+    "cudnn": (_cudnn, lambda given: given["logsumexp"].squeeze(-1)),
 }
+
+
+def _kernels() -> Iterator[tuple[Any, Callable[..., Any]]]:
+    for kind, (finish, sums_of) in _KINDS.items():
+        forward = getattr(_aten, f"_scaled_dot_product_{kind}_attention").default
+        backward = getattr(_aten, f"_scaled_dot_product_{kind}_attention_backward").default
+        yield forward, functools.partial(_forward, forward, finish)
+        yield backward, functools.partial(_backward, backward, sums_of)
+
+
+KERNELS = dict(_kernels())

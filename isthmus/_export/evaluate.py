@@ -22,7 +22,7 @@ from isthmus._graph.schema import schema_of
 from isthmus._ops import cpu_convolution
 from isthmus._ops.attention import attention
 from isthmus._ops.common import Number, cast, product_dtype, wrap_dim
-from isthmus._ops.convolution import finished, plan, whole
+from isthmus._ops.convolution import finished, plan
 from isthmus._ops.creation import count
 from isthmus._ops.registry import lowering_of
 from isthmus._ops.views import VIEWS
@@ -176,7 +176,7 @@ def _convolution(input: Array, weight: Array, bias: Array | None, *options: Any)
         given.input,
         given.weight,
         cpu=lambda x, w: cpu_convolution.apart(given._replace(input=x, weight=w)),
-        default=lambda x, w: whole(given._replace(input=x, weight=w)),
+        default=lambda x, w: cpu_convolution.whole(given._replace(input=x, weight=w)),
     )
     return finished(out, bias, input.dtype)
 

@@ -12,8 +12,7 @@ import numpy as np
 from isthmus._graph.names import aten
 from isthmus._ops import cpu_convolution
 from isthmus._ops.common import accumulation_dtype, cast, product_dtype
-from isthmus._ops.cpu_convolution import Convolution
-from isthmus._ops.matmul import precision
+from isthmus._ops.cpu_convolution import Convolution, whole
 from isthmus._ops.registry import lowering
 from isthmus.errors import Unsupported
 
@@ -57,21 +56,6 @@ def plan(
         around = [(r, r + extra) for r, extra in zip(reach, _each(output_padding, n), strict=True)]
         weight, strides, spread = _transposed_weight(weight, groups), [1] * n, strides
     return Convolution(input, weight, strides, around, spread, dilations, groups, dtype)
-
-
-def whole(given: Convolution) -> Array:
-    """Return a convolution as one op of XLA's."""
-    return jax.lax.conv_general_dilated(
-        given.input,
-        given.weight,
-        window_strides=given.strides,
-        padding=given.around,
-        lhs_dilation=given.spread,
-        rhs_dilation=given.dilations,
-        feature_group_count=given.groups,
-        precision=precision(),
-        preferred_element_type=given.dtype,
-    )
 
 
 def convolve(given: Convolution) -> Array:

@@ -40,6 +40,21 @@ class Convolution(NamedTuple):
     dtype: Any
 
 
+def whole(given: Convolution) -> Array:
+    """Return a convolution as one op of XLA's."""
+    return jax.lax.conv_general_dilated(
+        given.input,
+        given.weight,
+        window_strides=given.strides,
+        padding=given.around,
+        lhs_dilation=given.spread,
+        rhs_dilation=given.dilations,
+        feature_group_count=given.groups,
+        precision=precision(),
+        preferred_element_type=given.dtype,
+    )
+
+
 def takes(given: Convolution, most: int = _MOST_PLACES) -> bool:
     """Return whether a convolution on this device is better taken apart, at most into so many places."""
     return compiler.platform() == "cpu" and is_slow(given, most)
@@ -66,11 +81,9 @@ def apart(given: Convolution) -> Array:
     """Return such a convolution."""
     if not _in_groups(given):
         return _by_places(given)
-    how: dict[str, Any] = {"precision": precision(), "preferred_element_type": given.dtype}
-    where = (given.strides, given.around, given.spread, given.dilations)
     inputs, weights = jnp.split(given.input, given.groups, 1), jnp.split(given.weight, given.groups, 0)
-    found = [jax.lax.conv_general_dilated(x, w, *where, **how) for x, w in zip(inputs, weights, strict=True)]
-    return jnp.concatenate(found, 1)
+    groups = [given._replace(input=x, weight=w, groups=1) for x, w in zip(inputs, weights, strict=True)]
+    return jnp.concatenate([whole(group) for group in groups], 1)
 
 
 def _by_places(given: Convolution) -> Array:

@@ -18,7 +18,7 @@ Array = Any
 
 def sort_with_indices(x: Array, axis: int, descending: bool = False) -> tuple[Array, Array]:
     """Return the elements in order and where each was; equal elements keep their order."""
-    if not _is_narrow(x) or not x.size:
+    if not _is_narrow(x):
         return _sort_pairs(x, axis, descending)
     fixed = jax.lax.stop_gradient(x)
     indices = jax.lax.platform_dependent(
