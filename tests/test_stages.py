@@ -20,7 +20,7 @@ from isthmus._lazy import programs, storms
 from isthmus._lazy.storms import RecompilationWarning
 from isthmus.errors import IsthmusError
 from tests.test_graph import array, topk, unary
-from tests.test_lazy import fragile
+from tests.test_lazy_errors import fragile
 
 aten = torch.ops.aten
 BIG = (aten.linear.default, aten.mm.default)
