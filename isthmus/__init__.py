@@ -58,14 +58,14 @@ _LATER = {
     "jax_function": "isthmus._interop.functions",
     "jax_module": "isthmus._interop.modules",
     "load": "isthmus._export.api",
-    "lowering": "isthmus._ops.registry",
+    "lowering": "isthmus._ops.registry:user_lowering",
     "metrics": "isthmus.metrics",
     "optax": "isthmus.optax",
     "to_jax": "isthmus._interop.arrays",
     "torch_function": "isthmus._interop.torch_functions",
     "train_step": "isthmus._interop.training",
 }
-"""What needs JAX, or a library of its own, by where it is."""
+"""What needs JAX, or a library of its own, by its module and, where it has another name there, that name."""
 
 
 def __getattr__(name: str) -> Any:
@@ -74,5 +74,6 @@ def __getattr__(name: str) -> Any:
 
     if name not in _LATER:
         raise AttributeError(f"module 'isthmus' has no attribute {name!r}")
-    module = importlib.import_module(_LATER[name])
-    return module if _LATER[name] == f"isthmus.{name}" else getattr(module, name)
+    path, _, other = _LATER[name].partition(":")
+    module = importlib.import_module(path)
+    return module if path == f"isthmus.{name}" else getattr(module, other or name)

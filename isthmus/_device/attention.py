@@ -9,8 +9,8 @@ from torch import Tensor
 
 from isthmus._device.dispatch import kernel_for
 from isthmus._device.private import fused_attention_enabled
+from isthmus._graph.names import aten as _aten
 
-_aten = torch.ops.aten
 _FUSED = _aten._scaled_dot_product_fused_attention_overrideable.default
 _WHOLE = _aten.scaled_dot_product_attention.default
 

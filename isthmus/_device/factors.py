@@ -14,8 +14,8 @@ from torch import Tensor
 from isthmus._device.conjugate import resolving
 from isthmus._device.dispatch import kernel_for
 from isthmus._device.factories import write_out
+from isthmus._graph.names import aten as _aten
 
-_aten = torch.ops.aten
 _det, _slogdet, _lstsq = (
     resolving(op, kernel_for(op))
     for op in (_aten._linalg_det.default, _aten._linalg_slogdet.default, _aten.linalg_lstsq.default)

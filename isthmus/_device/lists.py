@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from isthmus._device import fallback
 from isthmus._device.dispatch import kernel_for
-
-aten = torch.ops.aten
+from isthmus._graph.names import aten
 
 
 def copy_(self: list[Tensor], src: list[Tensor], non_blocking: bool = False) -> None:

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from isthmus._device.dispatch import kernel_for
+from isthmus._graph.names import aten as _aten
 
-_aten = torch.ops.aten
 _MASKS = (torch.bool, torch.uint8)
 _nonzero = kernel_for(_aten.nonzero.default)
 

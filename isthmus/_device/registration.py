@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import sys
 import threading
 import warnings
 from typing import Any
@@ -12,7 +14,8 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from _isthmus_autoload import rival
 from isthmus._device import private
-from isthmus.errors import RegistrationError
+from isthmus._upstream import NEWEST, OLDEST, warn_if_unchecked
+from isthmus.errors import RegistrationError, first_line
 
 _lock = threading.RLock()
 _state: dict[str, Any] = {}
@@ -85,13 +88,42 @@ def _load_then_call(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def load() -> None:
-    """Load JAX and every kernel."""
+    """Load JAX and every kernel, all of it or nothing: after a failure or Ctrl-C the next call starts anew."""
     _check_in_time()
-    from isthmus._device import autocast, kernels, private  # noqa: F401
+    if "autocast" in _state:
+        return
+    with _lock:
+        before = set(sys.modules)
+        try:
+            from isthmus._device import autocast, kernels, private  # noqa: F401
 
-    if "autocast" not in _state:
-        _state["autocast"] = autocast.install()
+            library = autocast.install()
+        except BaseException as error:
+            _unload(before)
+            if isinstance(error, (AttributeError, ImportError, TypeError)):
+                raise RegistrationError(
+                    f"device 'jax' cannot be loaded with torch {torch.__version__}: {first_line(str(error))}\n"
+                    f"  to fix it    install releases that were checked: "
+                    f"torch {OLDEST['torch']} to {NEWEST['torch']}, JAX {OLDEST['jax']} to {NEWEST['jax']}"
+                ) from error
+            raise
+        _state["autocast"] = library
         private.allow_flex_attention()
+        warn_if_unchecked()
+
+
+def _unload(before: set[str]) -> None:
+    """Forget the modules of this package that were imported since, and with them the kernels they registered.
+
+    A module half imported would otherwise meet what its first half has filed: "already has a lowering".
+    """
+    for name in [name for name in sys.modules if name.startswith("isthmus.") and name not in before]:
+        parent, _, child = name.rpartition(".")
+        del sys.modules[name]
+        # ``from package import child`` asks the package first, which still has it.
+        if parent in sys.modules and hasattr(sys.modules[parent], child):
+            delattr(sys.modules[parent], child)
+    gc.collect()  # a torch.library.Library takes its kernels back when it is freed
 
 
 def _check_in_time() -> None:

@@ -14,10 +14,10 @@ from isthmus._device.dispatch import kernel_for
 from isthmus._device.hosts import array_from_cpu, array_from_cuda, cpu_from_array, cuda_from_array
 from isthmus._device.module import check_device
 from isthmus._graph.layout import is_dense, storage_order
+from isthmus._graph.names import aten as _aten
 from isthmus._runtime import counters
 from isthmus._runtime.dtypes import to_jax_dtype
 
-_aten = torch.ops.aten
 _copy = kernel_for(_aten.copy_.default)
 _clone = kernel_for(_aten.clone.default)
 _cast = kernel_for(_aten._to_copy.default)

@@ -12,9 +12,8 @@ from isthmus._device import objects
 from isthmus._device.buffer import buffer_of, storage_length
 from isthmus._device.private import META, become, empty_tensor, redispatch_to_meta, restride
 from isthmus._graph.layout import contiguous_strides, span
+from isthmus._graph.names import aten as _aten
 from isthmus._runtime.compiler import scoped_x64
-
-_aten = torch.ops.aten
 
 
 def as_strided(self: Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> Tensor:

@@ -39,6 +39,13 @@ class _Namespace:
         return _Packet(self._name, packet)
 
 
+def overload_named(name: str) -> OpOverload | Missing:
+    """Return the overload that torch's dispatcher calls ``name``, such as ``aten::add.Tensor`` or ``aten::silu``."""
+    namespace, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+    return getattr(_Packet(namespace, packet), overload or "default")  # type: ignore[no-any-return]
+
+
 aten: Any = _Namespace("aten")
 """``aten.add.Tensor`` is torch's overload, or a ``Missing`` that carries the name."""
 

@@ -17,7 +17,7 @@ from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as Promotion
 from torch._prims_common import elementwise_dtypes
 
 from isthmus._graph.names import Missing
-from isthmus._graph.schema import schema_of
+from isthmus._ops.known_schemas import arguments_of
 from isthmus._ops.registry import lowering
 from isthmus._runtime import compiler
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
@@ -132,7 +132,7 @@ def elementwise(
     if isinstance(op, Missing):
         lowering(op)(function)
         return
-    arguments = schema_of(op).arguments
+    arguments = arguments_of(op)
     operands = [a.name for a in arguments if a.kind in ("tensor", "scalar") and a.name not in static]
 
     def lowered(**values: Any) -> Array:
