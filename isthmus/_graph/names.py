@@ -20,6 +20,13 @@ class Missing:
     def __repr__(self) -> str:
         return f"Missing({self.name})"
 
+    # Tables by op are read and written under the name alone, whichever access made the object.
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Missing) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
 
 class _Packet:
     def __init__(self, namespace: str, name: str) -> None:

@@ -27,6 +27,25 @@ from torch._ops import OpOverload
 from isthmus._graph.schema import Argument, Schema, schema_of
 
 FILE = Path(__file__).with_name("schemas.txt")
+NEEDED = frozenset(
+    {
+        "aten.as_strided.default",
+        "aten.clone.default",
+        "aten._copy_from.default",
+        "aten._copy_from_and_resize.default",
+        "aten.copy.default",
+        "aten.copy_.default",
+        "aten.empty.memory_format",
+        "aten.empty_strided.default",
+        "aten.equal.default",
+        "aten._local_scalar_dense.default",
+        "aten.resize_.default",
+        "aten._to_copy.default",
+        "aten.set_.source_Storage_storage_offset",
+        "aten.view.default",
+    }
+)
+"""Ops by which every lower tier moves tensors to the CPU and back. They have none, so they are tried in any case."""
 Form = tuple[tuple[str, str], ...]
 """The arguments of an op as pairs of name and type. torch shows ``SymInt`` as ``int``, so the two are one here."""
 
@@ -72,7 +91,7 @@ def match(schema: Schema) -> Match | None:
     An op that is not in the list (a user's, or another library's) has nothing to be compared with and fits.
     """
     forms = known_forms().get(str(schema.op))
-    if forms is None:
+    if forms is None or str(schema.op) in NEEDED:
         return Match(schema.arguments, (form_of(schema),))
     for form in forms:
         names = {name for name, _ in form}
