@@ -9,8 +9,8 @@ import torch  # noqa: F401
 
 import _isthmus_autoload
 from isthmus import config, errors
-from isthmus._device.registration import register
 from isthmus._graph.backends import register_backend
+from isthmus._upstream import DRIFT, not_available
 from isthmus.explain import explain
 from isthmus.modes import graph_of, jit, lazy, mode, set_mode, sync
 
@@ -43,8 +43,13 @@ __all__ = [
     "train_step",
 ]
 
-if _isthmus_autoload.asked_for:
-    register()
+try:
+    from isthmus._device.registration import register
+
+    if _isthmus_autoload.asked_for:
+        register()
+except DRIFT as _error:
+    raise not_available(_error) from _error
 if config.mode == "lazy":
     set_mode("lazy")
 

@@ -19,11 +19,12 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import re
+import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from isthmus.errors import VersionWarning, first_line
+from isthmus.errors import RegistrationError, VersionWarning, first_line
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -76,6 +77,22 @@ def choose(name: str, consequence: str, preferred: Callable[[], T], otherwise: T
     except Exception as error:
         switch_off(name, consequence, error)
         return otherwise
+
+
+DRIFT = (AttributeError, ImportError, TypeError)
+"""What a private name that is missing or changed raises."""
+
+
+def not_available(error: BaseException) -> RegistrationError:
+    """Return the error that says there is no device with this torch and JAX, because of ``error``."""
+    installed = " and ".join(f"{package} {importlib.metadata.version(package)}" for package in NEWEST)
+    checked = ", ".join(f"{package} {OLDEST[package]} to {NEWEST[package]}" for package in NEWEST)
+    frames = traceback.extract_tb(error.__traceback__)
+    line = f" at `{frames[-1].line}`" if frames and frames[-1].line else ""
+    return RegistrationError(
+        f"device 'jax' cannot be loaded with {installed}: {type(error).__name__}: {first_line(str(error))}{line}\n"
+        f"  to fix it    install releases that were checked: {checked}"
+    )
 
 
 def release(version: str) -> tuple[int, ...]:

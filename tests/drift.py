@@ -279,7 +279,7 @@ def main() -> None:
     except Exception as error:
         if type(error).__name__ not in ("RegistrationError", "RuntimeError"):
             raise
-        print(f"no device: {type(error).__name__}: {error}")
+        print(f"no device: {type(error).__name__}: {str(error).splitlines()[0]}")
         return
     compare()
     if what == "private":

@@ -14,8 +14,8 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from _isthmus_autoload import rival
 from isthmus._device import private
-from isthmus._upstream import NEWEST, OLDEST, warn_if_unchecked
-from isthmus.errors import RegistrationError, first_line
+from isthmus._upstream import DRIFT, not_available, warn_if_unchecked
+from isthmus.errors import RegistrationError
 
 _lock = threading.RLock()
 _state: dict[str, Any] = {}
@@ -100,12 +100,8 @@ def load() -> None:
             library = autocast.install()
         except BaseException as error:
             _unload(before)
-            if isinstance(error, (AttributeError, ImportError, TypeError)):
-                raise RegistrationError(
-                    f"device 'jax' cannot be loaded with torch {torch.__version__}: {first_line(str(error))}\n"
-                    f"  to fix it    install releases that were checked: "
-                    f"torch {OLDEST['torch']} to {NEWEST['torch']}, JAX {OLDEST['jax']} to {NEWEST['jax']}"
-                ) from error
+            if isinstance(error, DRIFT):
+                raise not_available(error) from error
             raise
         _state["autocast"] = library
         private.allow_flex_attention()
