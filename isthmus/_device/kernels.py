@@ -18,6 +18,7 @@ from isthmus._device import (
     lists,
     margins,
     masks,
+    modules,
     random_factories,
     rnn,
     traced,
@@ -42,6 +43,7 @@ _own = {
     **factories.KERNELS,
     **factors.KERNELS,
     **masks.KERNELS,
+    **modules.KERNELS,
     **transfer.KERNELS,
     **lists.KERNELS,
     **margins.KERNELS,
@@ -90,7 +92,9 @@ def _register_lowering(entry: Lowering) -> None:
 for _name, _function in _own.items():
     hide_from_dynamo(_function)
     _library("aten").impl(_name, _function, "PrivateUse1")
-for _name, _function in (attention.AUTOGRAD_KERNELS | traced.AUTOGRAD_KERNELS).items():
+for _name, _function in (
+    attention.AUTOGRAD_KERNELS | traced.AUTOGRAD_KERNELS | modules.AUTOGRAD_KERNELS
+).items():
     hide_from_dynamo(_function)
     _library("aten").impl(_name, _function, "AutogradPrivateUse1")
 for _lowering in list(registry.values()):

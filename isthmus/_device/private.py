@@ -170,3 +170,12 @@ def container_of(kind: type) -> tuple[Callable[[Any], Any], Callable[[Any, Any],
 def has_saving_hooks() -> bool:
     """Return whether hooks on all saved tensors are in force, as inside ``torch.autograd.graph.save_on_cpu``."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+_OTHER_MEMORY = [torch._C.DispatchKey.Python, torch._C.DispatchKey.Functionalize]  # type: ignore[attr-defined]
+
+
+def is_plain_in_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is what its storage holds: no subclass with its own dispatch, no functional wrapper."""
+    keys = torch._C._dispatch_keys(tensor)
+    return not any([keys.has(key) for key in _OTHER_MEMORY])

@@ -25,7 +25,7 @@ def register() -> None:
             return
         _check_first()
         _state["with torch"] = getattr(torch.__spec__, "_initializing", False)
-        from isthmus._device import autocast, module, modules, objects
+        from isthmus._device import autocast, module, objects
 
         _setup_privateuseone_for_python_backend(
             "jax", backend_module=module, hook=_Hooks(), device_guard=_Guard()
@@ -36,7 +36,6 @@ def register() -> None:
         private.hide_from_dynamo(_Guard.type_)
         _state["pass autocast"] = autocast.allow()
         objects.install()
-        modules.install()
         _serve_accelerator()
         _warn_of_rival()
 
