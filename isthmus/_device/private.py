@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from isthmus._device import patches
+
 # The Meta kernels of view ops build a tensor on the storage they are given, whatever its device.
 META = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
 _TRACKERS = [key for name, key in torch._C.DispatchKey.__members__.items() if name.startswith("Autograd")]
@@ -126,7 +128,7 @@ def allow_flex_attention() -> None:
         if query.device.type != "jax":
             theirs(query, key, value)
 
-    flex_attention._validate_device = validate
+    patches.replace("torch.nn.attention.flex_attention", "_validate_device", lambda theirs: validate)
     autocast = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
     if autocast not in op.py_kernels:
         op.py_impl(autocast)(_flex_attention_autocast)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from isthmus._device import patches
 from isthmus._device.private import has_kernel
 
 GraphBreak = tuple[list[tuple[str, int]], str, str | None]
@@ -32,7 +33,8 @@ def keep_optimizer_steps_on_device() -> None:
                 group["capturable"] = True
         original(self, tx)
 
-    OptimizerVariable._set_capturable = set_capturable  # type: ignore[method-assign]
+    owner = "torch._dynamo.variables.optimizer.OptimizerVariable"
+    patches.replace(owner, "_set_capturable", lambda theirs: set_capturable)
 
 
 @functools.cache
@@ -129,7 +131,8 @@ def write_short_calls() -> None:
         with config.patch(record_runtime_overhead=marked):
             original(self, fn_name)
 
-    PyCodegen.make_call_generated_code = make_call_generated_code  # type: ignore[method-assign]
+    owner = "torch._dynamo.codegen.PyCodegen"
+    patches.replace(owner, "make_call_generated_code", lambda theirs: make_call_generated_code)
 
 
 def _names_objects(target: Any) -> bool:
