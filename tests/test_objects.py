@@ -1,9 +1,12 @@
 """Tensors and modules as objects: copied, saved, loaded, shared, moved, cast."""
 
+import contextlib
 import copy
 import gc
 import io
 import pickle
+import subprocess
+import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +15,8 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
+
+import isthmus
 
 
 def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -229,13 +234,70 @@ def test_moving_a_module_keeps_its_parameters() -> None:
     assert parameters[0].device.type == "cpu"
 
 
-def test_a_parameter_that_cannot_be_kept_is_named() -> None:
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_a_parameter_others_hold_is_moved_in_place(mode: str) -> None:
     model = nn.Linear(2, 2, bias=False)
-    held = weakref.ref(model.weight)
-    with pytest.warns(UserWarning, match="'weight' could not be moved in place"):
+    parameter, shown = weakref.ref(model.weight), model.weight.detach()
+    with isthmus.lazy() if mode == "lazy" else contextlib.nullcontext():
         model.to("jax")
-    assert model.weight.device.type == "jax"
-    assert held() is None
+        assert model.weight is parameter()
+        assert model.weight.device.type == "jax"
+        assert equal(model.weight, shown)
+        assert shown.device.type == "cpu"
+        assert model.cpu().weight is parameter()
+        assert equal(model.weight, shown)
+
+
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_data_crosses_devices(mode: str) -> None:
+    parameter = nn.Parameter(torch.arange(3.0))
+    with isthmus.lazy() if mode == "lazy" else contextlib.nullcontext():
+        parameter.data = parameter.data.to("jax") * 2
+        assert parameter.is_jax
+        assert parameter.is_leaf
+        (parameter * parameter).sum().backward()
+        assert parameter.grad.tolist() == [0, 4, 8]
+        parameter.grad = None
+        parameter.data = torch.ones(4)
+        parameter.sum().backward()
+        assert parameter.grad.device.type == "cpu"
+    with torch.inference_mode():
+        parameter.data = torch.ones(2, device="jax")
+        assert parameter.tolist() == [1, 1]
+
+
+def test_data_of_another_kind_is_refused_as_torch_does() -> None:
+    for other in (torch.eye(2).to_sparse(), torch.ones(2, device="meta")):
+        with pytest.raises(RuntimeError, match="incompatible tensor type"):
+            torch.ones(2, device="jax").data = other
+        with pytest.raises(RuntimeError, match="incompatible tensor type"):
+            other.data = torch.ones(2, device="jax")
+    assert nn.Linear(2, 2, device="meta").to_empty(device="jax").weight.is_jax
+
+
+def test_a_parameter_moved_between_compiled_calls() -> None:
+    torch._dynamo.reset()
+    model = nn.Linear(2, 2)
+    parameter, inputs = model.weight, torch.ones(1, 2)
+    compiled = torch.compile(model, backend="isthmus")
+    here = compiled(inputs)
+    model.to("jax")
+    assert model.weight is parameter
+    torch.testing.assert_close(compiled(inputs.to("jax")).cpu(), here)
+
+
+FIRST_MOVE = """
+import torch
+model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+parameters = list(model.parameters())
+model.to("jax")
+assert all(a is b and a.is_jax for a, b in zip(model.parameters(), parameters, strict=True))
+"""
+
+
+def test_the_first_tensors_of_a_process_may_be_those_of_a_module() -> None:
+    ran = subprocess.run([sys.executable, "-c", FIRST_MOVE], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_parameter_containers() -> None:

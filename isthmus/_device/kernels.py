@@ -24,6 +24,7 @@ from isthmus._device import (
     lists,
     margins,
     masks,
+    modules,
     random_factories,
     rnn,
     traced,
@@ -50,6 +51,7 @@ _own = {
     **factories.KERNELS,
     **factors.KERNELS,
     **masks.KERNELS,
+    **modules.KERNELS,
     **transfer.KERNELS,
     **lists.KERNELS,
     **margins.KERNELS,
@@ -111,8 +113,8 @@ def _register_by_hand(name: str, kernel: Callable[..., Any], key: str) -> None:
 
 for _name, _function in _own.items():
     _register_by_hand(_name, _function, "PrivateUse1")
-for _kernels in (attention.AUTOGRAD_KERNELS, random_factories.AUTOGRAD_KERNELS, traced.AUTOGRAD_KERNELS):
-    for _name, _function in _kernels.items():
+for _module in (attention, modules, random_factories, traced):
+    for _name, _function in _module.AUTOGRAD_KERNELS.items():
         _register_by_hand(_name, _function, "AutogradPrivateUse1")
 for _lowering in list(registry.values()):
     _register_lowering(_lowering)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -74,6 +75,8 @@ def device(device: Any) -> Iterator[None]:
 
 def synchronize(device: Any = None) -> None:
     """Wait until every computation on the device is done, and raise what waited to be raised."""
+    if "jax" not in sys.modules:
+        return  # nothing has begun
     import jax
 
     from isthmus._device import checks, mode

@@ -1,50 +1,34 @@
-"""``module.to("jax")`` keeps its parameters the objects they were, as ``module.to("cuda")`` does.
+"""``parameter.data = other`` across devices: ``module.to("jax")`` keeps its parameters the objects they were.
 
-torch cannot put a "jax" tensor into a CPU parameter, so it makes a new one wherever the old one is used:
-weights tied by identity would come apart, and an optimizer made before the move would update the old ones.
+``nn.Module._apply``, which is behind ``Module.to``, ``cpu``, ``jax`` and their like, asks torch whether a parameter can
+take the new tensor's place in memory. torch says so for the devices it knows; for "jax" it would make a new parameter
+instead: weights tied by identity would come apart, and an optimizer made before the move would update the old ones.
+A tensor of the device is as plain as one on CUDA, so the answer is the same.
 """
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+
+from isthmus._device.private import is_plain_in_memory
+
+_op = torch.ops.aten._has_compatible_shallow_copy_type.default
+# What torch itself calls dense (c10/core/TensorImpl.h), and this device.
+_DENSE = frozenset({"cpu", "cuda", "mps", "xpu", "hpu", "mtia", "jax"})
 
 
-def install() -> None:
-    """Wrap the method behind ``Module.to``, ``cpu``, ``jax`` and their like."""
-    theirs = nn.Module._apply
-
-    @functools.wraps(theirs)
-    def apply(self: nn.Module, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        before = dict(self._parameters)
-        result = theirs(self, fn, recurse)
-        for name, old in before.items():
-            new = self._parameters.get(name)
-            if old is not None and new is not None and new is not old and _crossed(old, new):
-                self._parameters[name] = _moved(old, new, name)
-        return result
-
-    nn.Module._apply = apply  # type: ignore[method-assign]
+def has_compatible_type(self: torch.Tensor, from_: torch.Tensor) -> bool:
+    """Return whether ``self.data = from_`` can be done."""
+    return (_is_dense(self) and _is_dense(from_)) or bool(_op.decompose(self, from_))
 
 
-def _crossed(old: Any, new: Any) -> bool:
-    return old.device.type != new.device.type and "jax" in (old.device.type, new.device.type)
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.device.type in _DENSE and is_plain_in_memory(tensor)
 
 
-def _moved(old: Any, new: Any, name: str) -> Any:
-    """Return ``old`` holding what ``new`` holds: tensor, gradient and all."""
-    try:
-        torch.utils.swap_tensors(old, new)
-    except RuntimeError as error:
-        warnings.warn(
-            f"parameter {name!r} could not be moved in place and was replaced: tie its weights again and "
-            f"give it to the optimizer again ({error})",
-            stacklevel=4,
-        )
-        return new
-    return old
+# Autograd's key too: without a kernel there torch would take its own answer apart before it asks the device.
+KERNELS: dict[str, Callable[..., Any]] = {"_has_compatible_shallow_copy_type": has_compatible_type}
+AUTOGRAD_KERNELS = KERNELS

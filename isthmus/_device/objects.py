@@ -1,33 +1,50 @@
 """What torch and its users do with a storage as an object: copy, save, load, measure, compare by pointer.
 
 torch keeps no memory behind a "jax" storage, so the methods that look at memory are answered here for such
-storages; every other storage gets torch's own. Loading this file loads no JAX.
+storages; every other storage gets torch's own. The methods are replaced with the first tensor on "jax"; from then on
+those of other devices pay for one more Python call, which is kept under 50 ns (benchmarks/import.py): where torch says
+0 for "jax", it is asked first, elsewhere an attribute that only "jax" storages have is looked up. A subclass for "jax"
+storages would cost others nothing, but torch compares the type of a storage in many places (``torch.is_storage``).
+Loading this file loads no JAX.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from isthmus._device.private import empty_tensor
+from isthmus._device import patches
+from isthmus._device.private import empty_tensor, hide_from_dynamo
 
 Storage = torch.UntypedStorage
 
 
+class Bytes:
+    """What a storage holds that no tensor has given a dtype yet: a NumPy array of bytes, on the host."""
+
+    __slots__ = ("data",)
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes."""
+        return int(self.data.nbytes)
+
+
 def contents(storage: Any) -> Any:
-    """Return what a "jax" storage holds, a Buffer or bytes no tensor has given a dtype yet; else None."""
-    if storage.device.type != "jax":
-        return None
-    found = getattr(storage, "_buffer", None)
-    return found if found is not None else getattr(storage, "_bytes", None)
+    """Return what a "jax" storage holds, a Buffer or Bytes; None for any other storage."""
+    return getattr(storage, "_buffer", None)
 
 
 def from_bytes(data: Any) -> Storage:
     """Return a new "jax" storage of these bytes, kept on the host until a tensor says what dtype they are."""
     storage = empty_tensor((0,), torch.uint8).untyped_storage()
-    storage._bytes = data  # type: ignore[attr-defined]
+    storage._buffer = Bytes(data)  # type: ignore[attr-defined]
     return storage
 
 
@@ -38,7 +55,7 @@ def give_dtype(storage: Any, dtype: torch.dtype, size: Any, stride: Any) -> None
     from isthmus._runtime.dtypes import to_jax_dtype
     from isthmus._runtime.hosts import from_numpy
 
-    data = storage._bytes
+    data = storage._buffer.data
     if data.nbytes % dtype.itemsize == 0:
         data = data.view(to_jax_dtype(dtype))
     shape = storage_shape(tuple(size), tuple(stride)) if len(size) == len(stride) else ()
@@ -46,12 +63,13 @@ def give_dtype(storage: Any, dtype: torch.dtype, size: Any, stride: Any) -> None
         data = data.reshape(shape)
     array = from_numpy(data)
     storage._buffer = Buffer(array, Signature.of(array))
-    del storage._bytes
 
 
 def _nbytes(storage: Any) -> int:
     held = contents(storage)
-    return int(held.signature.nbytes if hasattr(held, "signature") else held.nbytes)
+    if held is None:
+        return 0
+    return held.nbytes if type(held) is Bytes else int(held.signature.nbytes)
 
 
 def _data_ptr(storage: Any) -> int:
@@ -64,8 +82,8 @@ def _host_bytes(storage: Any) -> Any:
     held = contents(storage)
     if held is None:
         return torch.tensor([], dtype=torch.uint8).set_(storage)
-    if not hasattr(held, "signature"):
-        return torch.from_numpy(held)
+    if type(held) is Bytes:
+        return torch.from_numpy(held.data)
     from isthmus._device import checks
     from isthmus._device.hosts import cpu_from_array
     from isthmus._runtime.dtypes import to_torch_dtype
@@ -81,8 +99,8 @@ def _cpu(storage: Any) -> Any:
 
 def _clone(storage: Any) -> Any:
     held = contents(storage)
-    if not hasattr(held, "signature"):
-        return from_bytes(held)
+    if type(held) is Bytes:
+        return from_bytes(held.data)
     from isthmus._device.buffer import Buffer
 
     made: Any = from_bytes(None)
@@ -102,8 +120,8 @@ def _copy_(storage: Any, source: Any, non_blocking: bool | None = None) -> Any:
 def _replace(storage: Any, data: Any) -> None:
     """Make ``data``, bytes of any length, what the storage holds."""
     held = contents(storage)
-    if not hasattr(held, "signature"):
-        storage._bytes = data.copy()
+    if type(held) is Bytes:
+        held.data = data.copy()
         return
     from isthmus._runtime.hosts import from_numpy
 
@@ -118,7 +136,7 @@ def _resize_(storage: Any, size: int) -> Any:
     kept = min(size, old.numel())
     new[:kept] = old[:kept]
     held = contents(storage)
-    width = held.signature.dtype.itemsize if hasattr(held, "signature") else 1
+    width = 1 if type(held) is Bytes else held.signature.dtype.itemsize
     if size % width:
         raise RuntimeError(f"a 'jax' storage of {held.signature.dtype} cannot have a size of {size} bytes")
     _replace(storage, new.numpy())
@@ -155,7 +173,6 @@ def _on_host(name: str) -> Callable[..., Any]:
 
 _METHODS: dict[str, Callable[..., Any]] = {
     "nbytes": _nbytes,
-    "size": _nbytes,
     "__len__": _nbytes,
     "data_ptr": _data_ptr,
     "cpu": _cpu,
@@ -168,78 +185,131 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "is_shared": lambda storage: False,
     "resizable": lambda storage: True,
     **{name: _on_host(name) for name in ("__getitem__", "__iter__", "tolist", "_write_file", "_byteswap")},
-    **dict.fromkeys(("share_memory_", "_share_memory", "_share_fd_cpu_", "_share_filename_cpu_"), _refuse),
+    **dict.fromkeys(("share_memory_", "_share_fd_cpu_", "_share_filename_cpu_"), _refuse),
 }
+
+
+def install_on_import() -> None:
+    """Answer what torch reaches before there is a tensor on the device."""
+    patches.replace("torch.UntypedStorage", "__new__", _constructor)
+    patches.replace("torch.Tensor", "pin_memory", _pinning)
 
 
 def install() -> None:
     """Teach torch's storages, tensors and printing about the device; others keep torch's methods."""
-    for name, ours in _METHODS.items():
-        if hasattr(Storage, name):
-            setattr(Storage, name, _for_ours(getattr(Storage, name), ours))
-    Storage.__new__ = _constructor(Storage.__new__)  # type: ignore[method-assign, assignment]
-    _install_on_tensors()
-    _install_printing()
+    for name in _METHODS:
+        patches.replace("torch.UntypedStorage", name, functools.partial(_storage_method, name=name))
+    patches.replace("torch.Tensor", "data_ptr", _tensor_pointer)
+    patches.replace("torch.Tensor", "__dlpack__", _dlpack)
+    patches.replace("torch.Tensor", "__dlpack_device__", _dlpack_device)
+    patches.replace("torch._tensor_str", "_tensor_str", _printing)
 
 
-def _for_ours(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return theirs(self, *args, **kwargs) if contents(self) is None else ours(self, *args, **kwargs)
+def _storage_method(theirs: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return torch's method with a way for "jax" storages, in the form that costs other storages least."""
+    ours = _METHODS[name]
 
-    method.__doc__, method.__name__ = theirs.__doc__, theirs.__name__
-    return method
+    def measured(self: Any) -> Any:
+        return theirs(self) or ours(self)  # torch's is 0 for "jax", and ours for an empty storage elsewhere
+
+    def plain(self: Any) -> Any:
+        return theirs(self) if getattr(self, "_buffer", None) is None else ours(self)
+
+    def with_one(self: Any, value: Any, /) -> Any:
+        return theirs(self, value) if getattr(self, "_buffer", None) is None else ours(self, value)
+
+    def copy_(self: Any, source: Any, non_blocking: Any = None) -> Any:
+        if getattr(self, "_buffer", None) is None:
+            return theirs(self, source, non_blocking)
+        return ours(self, source, non_blocking)
+
+    def general(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self, "_buffer", None) is None:
+            return theirs(self, *args, **kwargs)
+        return ours(self, *args, **kwargs)
+
+    forms: dict[str, Any] = {
+        **dict.fromkeys(("nbytes", "__len__", "data_ptr"), measured),
+        **dict.fromkeys(("cpu", "clone", "is_shared", "resizable", "__iter__", "tolist"), plain),
+        **dict.fromkeys(("resize_", "fill_", "__getitem__"), with_one),
+        "copy_": copy_,
+    }
+    return _as(theirs, forms.get(name, general))
+
+
+def _as(theirs: Callable[..., Any], ours: Any) -> Callable[..., Any]:
+    """Return ``ours`` under the name of what it replaces, and not to be compiled when Dynamo's code calls it."""
+    ours.__doc__, ours.__name__ = theirs.__doc__, theirs.__name__
+    hide_from_dynamo(ours)
+    return ours  # type: ignore[no-any-return]
 
 
 def _constructor(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        device = kwargs.get("device")
-        if device is None or torch.device(device).type != "jax":
+    def new(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
+        if device is None:
             return theirs(cls, *args, **kwargs)
+        if torch.device(device).type != "jax":
+            return theirs(cls, *args, device=device, **kwargs)
         # torch would ask an allocator that does not exist and end the process.
         from isthmus._device.module import check_device
+        from isthmus._device.registration import load
 
         check_device(device)
-        kwargs.pop("device")
+        load()
         return from_bytes(torch.tensor([], dtype=torch.uint8).set_(theirs(cls, *args, **kwargs)).numpy())
 
     return new
 
 
-def _install_on_tensors() -> None:
-    tensor = torch.Tensor
-    data_ptr, dlpack, dlpack_device = tensor.data_ptr, tensor.__dlpack__, tensor.__dlpack_device__
-    pin_memory = tensor.pin_memory
+# Where memory begins on 64-bit systems, and more than any offset into a storage.
+_FIRST_ADDRESS = 1 << 40
 
-    def pointer(self: Any) -> int:
-        if self.device.type != "jax" or contents(self.untyped_storage()) is None:
-            return int(data_ptr(self))
-        start = self.untyped_storage().data_ptr()
-        return start + self.storage_offset() * self.dtype.itemsize if start and self.numel() else 0
 
-    def export(self: Any, **options: Any) -> Any:
-        return dlpack(self, **options) if self.device.type != "jax" else _export(self, options)
+def _tensor_pointer(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def data_ptr(self: Any) -> Any:
+        # torch counts the offset of a "jax" tensor from address 0; other tensors that low are rare, but may be.
+        address = theirs(self)
+        return address if address > _FIRST_ADDRESS else _pointer(self, address)
 
-    def export_device(self: Any) -> Any:
-        if self.device.type != "jax":
-            return dlpack_device(self)
+    return _as(theirs, data_ptr)
+
+
+def _pointer(tensor: Any, address: int) -> int:
+    """Return what stands for the address of a "jax" tensor's first element, ``address`` for any other tensor."""
+    if tensor.is_cpu or tensor.device.type != "jax" or contents(tensor.untyped_storage()) is None:
+        return address
+    start = _data_ptr(tensor.untyped_storage())
+    return start + tensor.storage_offset() * tensor.dtype.itemsize if start and tensor.numel() else 0
+
+
+def _pinning(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def pin_memory(self: Any, device: Any = None) -> Any:
+        if (device is not None and torch.device(device).type != "jax") or self.device.type != "cpu":
+            return theirs(self) if device is None else theirs(self, device)
+        # torch takes "jax" for the accelerator wherever it is there. XLA needs no pinned memory; CUDA does.
+        return theirs(self, "cuda") if torch.cuda.is_available() else self
+
+    return _as(theirs, pin_memory)
+
+
+def _dlpack(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def __dlpack__(self: Any, **options: Any) -> Any:
+        if self.is_cpu or self.device.type != "jax":
+            return theirs(self, **options)
+        return _export(self, options)
+
+    return _as(theirs, __dlpack__)
+
+
+def _dlpack_device(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def __dlpack_device__(self: Any) -> Any:
+        if self.is_cpu or self.device.type != "jax":
+            return theirs(self)
         from isthmus._device.buffer import buffer_of
 
         return buffer_of(self).value.__dlpack_device__()
 
-    def pin(self: Any, device: Any = None) -> Any:
-        if (device is not None and torch.device(device).type != "jax") or self.device.type != "cpu":
-            return pin_memory(self) if device is None else pin_memory(self, device)
-        # torch takes "jax" for the accelerator wherever it is there. XLA needs no pinned memory; CUDA does.
-        return pin_memory(self, "cuda") if torch.cuda.is_available() else self
-
-    for name, function in {
-        "data_ptr": pointer,
-        "__dlpack__": export,
-        "__dlpack_device__": export_device,
-        "pin_memory": pin,
-    }.items():
-        function.__doc__, function.__name__ = getattr(tensor, name).__doc__, name
-        setattr(tensor, name, function)
+    return _as(theirs, __dlpack_device__)
 
 
 def _export(tensor: Any, options: dict[str, Any]) -> Any:
@@ -254,12 +324,11 @@ def _export(tensor: Any, options: dict[str, Any]) -> Any:
     return copied(array_of(tensor)).__dlpack__(**options)
 
 
-def _install_printing() -> None:
-    theirs = torch._tensor_str._tensor_str
-
-    def tensor_str(self: Any, indent: int) -> str:
+def _printing(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def _tensor_str(self: Any, indent: int) -> Any:
         """Return the elements as text; a "jax" tensor crosses to the host once instead of op by op."""
-        ours = self.device.type == "jax" and contents(self.untyped_storage()) is not None
-        return str(theirs(self.detach().cpu() if ours else self, indent))
+        if self.is_cpu or self.device.type != "jax" or contents(self.untyped_storage()) is None:
+            return theirs(self, indent)
+        return theirs(self.detach().cpu(), indent)
 
-    torch._tensor_str._tensor_str = tensor_str
+    return _tensor_str

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from isthmus._device import patches
 from isthmus._upstream import choose, optional
 
 # The Meta kernels of view ops build a tensor on the storage they are given, whatever its device.
@@ -168,7 +169,7 @@ def allow_flex_attention() -> None:
         if query.device.type != "jax":
             theirs(query, *args, **kwargs)
 
-    flex_attention._validate_device = validate
+    patches.replace("torch.nn.attention.flex_attention", "_validate_device", lambda theirs: validate)
     autocast = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
     if autocast not in op.py_kernels:
         op.py_impl(autocast)(_flex_attention_autocast)
@@ -215,3 +216,12 @@ def container_of(kind: type) -> tuple[Callable[[Any], Any], Callable[[Any, Any],
 def has_saving_hooks() -> bool:
     """Return whether hooks on all saved tensors are in force, as inside ``torch.autograd.graph.save_on_cpu``."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+_OTHER_MEMORY = [torch._C.DispatchKey.Python, torch._C.DispatchKey.Functionalize]  # type: ignore[attr-defined]
+
+
+def is_plain_in_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is what its storage holds: no subclass with its own dispatch, no functional wrapper."""
+    keys = torch._C._dispatch_keys(tensor)
+    return not any([keys.has(key) for key in _OTHER_MEMORY])

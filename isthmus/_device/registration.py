@@ -13,7 +13,7 @@ import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from _isthmus_autoload import rival
-from isthmus._device import private
+from isthmus._device import patches, private
 from isthmus._upstream import DRIFT, not_available, warn_if_unchecked
 from isthmus.errors import RegistrationError
 
@@ -28,7 +28,7 @@ def register() -> None:
             return
         _check_first()
         _state["with torch"] = getattr(torch.__spec__, "_initializing", False)
-        from isthmus._device import autocast, module, modules, objects
+        from isthmus._device import autocast, module, objects
 
         _setup_privateuseone_for_python_backend(
             "jax", backend_module=module, hook=_Hooks(), device_guard=_Guard()
@@ -38,8 +38,7 @@ def register() -> None:
         private.hide_from_dynamo(_load_then_call)
         private.hide_from_dynamo(_Guard.type_)
         _state["pass autocast"] = autocast.allow()
-        objects.install()
-        modules.install()
+        objects.install_on_import()
         _serve_accelerator()
         _warn_of_rival()
 
@@ -95,16 +94,17 @@ def load() -> None:
     with _lock:
         before = set(sys.modules)
         try:
-            from isthmus._device import autocast, kernels, private  # noqa: F401
+            from isthmus._device import autocast, kernels, objects, private  # noqa: F401
 
+            objects.install()
+            private.allow_flex_attention()
             library = autocast.install()
         except BaseException as error:
             _unload(before)
             if isinstance(error, DRIFT):
                 raise not_available(error) from error
             raise
-        _state["autocast"] = library
-        private.allow_flex_attention()
+        _state["autocast"] = library  # last: it says that all is there
         warn_if_unchecked()
 
 
@@ -158,39 +158,25 @@ def _backward_reaches_device() -> bool:
     return True
 
 
-_ACCELERATOR = (
-    "synchronize",
-    "empty_cache",
-    "empty_host_cache",
-    "get_device_capability",
-    "get_memory_info",
-    "max_memory_allocated",
-    "max_memory_reserved",
-    "memory_allocated",
-    "memory_reserved",
-    "memory_stats",
-    "reset_accumulated_memory_stats",
-    "reset_peak_memory_stats",
-)
-
-
 def _serve_accelerator() -> None:
-    """Answer the functions of ``torch.accelerator`` that ask C++ what Python cannot provide there."""
+    """Answer what ``torch.accelerator`` asks C++ for, where a device in Python has nothing to register."""
     from isthmus._device import module
 
-    for name in _ACCELERATOR:
-        if hasattr(torch.accelerator, name):
-            function = _for_device(getattr(torch.accelerator, name), getattr(module, name))
-            setattr(torch.accelerator, name, function)
-            memory = getattr(torch.accelerator, "memory", None)
-            if hasattr(memory, name):
-                setattr(memory, name, function)
+    for name, ours in {
+        # False lets torch answer by itself that nothing is allocated, without loading JAX.
+        "_accelerator_isAllocatorInitialized": lambda: "isthmus._device.kernels" in sys.modules,
+        "_accelerator_emptyCache": module.empty_cache,
+        "_accelerator_emptyHostCache": module.empty_host_cache,
+        "_accelerator_getDeviceStats": module.memory_stats,
+        "_accelerator_resetAccumulatedStats": module.reset_accumulated_memory_stats,
+        "_accelerator_resetPeakStats": module.reset_peak_memory_stats,
+        "_accelerator_getMemoryInfo": module.get_memory_info,
+        "_accelerator_getDeviceCapability": module.get_device_capability,
+        "_accelerator_synchronizeDevice": module.synchronize,
+    }.items():
+        patches.replace("torch._C", name, functools.partial(_instead, ours))
 
 
-def _for_device(theirs: Any, ours: Any) -> Any:
-    @functools.wraps(theirs)
-    def function(*args: Any) -> Any:
-        current = torch.accelerator.current_accelerator()
-        return ours(*args) if current is not None and current.type == "jax" else theirs(*args)
-
-    return function
+def _instead(ours: Any, theirs: Any) -> Any:
+    """Return ours: where this device is registered, it is the accelerator, and torch's function is for no other."""
+    return ours

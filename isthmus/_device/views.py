@@ -84,7 +84,7 @@ def set_storage_(self: Tensor, source: Any, offset: int = 0, size: Any = None, s
     if size is None:
         size = (source.nbytes() // self.dtype.itemsize,)
     stride = stride or contiguous_strides(size)
-    if not hasattr(source, "_buffer"):
+    if type(source._buffer) is objects.Bytes:
         objects.give_dtype(source, self.dtype, size, stride)
     return become(self, as_strided(attach_to(self.dtype, source), size, stride, offset))
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from isthmus._device import patches
 from isthmus._device.private import has_kernel
 from isthmus._upstream import optional
 
@@ -32,13 +33,14 @@ def keep_optimizer_steps_on_device() -> None:
     """
     from torch._dynamo.variables.optimizer import OptimizerVariable
 
+    owner = "torch._dynamo.variables.optimizer.OptimizerVariable"
     if hasattr(OptimizerVariable, "_safe_to_set_capturable"):
         names_group = OptimizerVariable._safe_to_set_capturable
 
         def safe_to_set_capturable(self: Any, group: dict[str, Any], *rest: Any) -> bool:
             return names_group(self, group, *rest) or _has_fresh_state(self, group)
 
-        OptimizerVariable._safe_to_set_capturable = safe_to_set_capturable
+        patches.replace(owner, "_safe_to_set_capturable", lambda theirs: safe_to_set_capturable)
         return
     original = OptimizerVariable._set_capturable
 
@@ -48,7 +50,7 @@ def keep_optimizer_steps_on_device() -> None:
                 group["capturable"] = True
         original(self, *args)
 
-    OptimizerVariable._set_capturable = set_capturable  # type: ignore[method-assign, assignment]
+    patches.replace(owner, "_set_capturable", lambda theirs: set_capturable)
 
 
 def _has_fresh_state(variable: Any, group: dict[str, Any]) -> bool:
@@ -185,7 +187,8 @@ def write_short_calls() -> None:
         with config.patch(record_runtime_overhead=marked):
             original(self, *args, **kwargs)
 
-    PyCodegen.make_call_generated_code = make_call_generated_code  # type: ignore[method-assign]
+    owner = "torch._dynamo.codegen.PyCodegen"
+    patches.replace(owner, "make_call_generated_code", lambda theirs: make_call_generated_code)
 
 
 def _names_objects(target: Any) -> bool:

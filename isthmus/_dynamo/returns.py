@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 from isthmus._device.buffer import Signature, maker
 from isthmus._device.plan import store
 from isthmus._device.private import restrided, restriding
+from isthmus._device.registration import load
 from isthmus._dynamo import crossing
 from isthmus._dynamo.keeping import KEEP, Contents, Part, token
 from isthmus._dynamo.layout import Symbols, root_of
@@ -179,5 +180,6 @@ def _maker(spec: Spec | Contents, device: torch.device) -> Callable[[Any], Tenso
     if isinstance(spec, Contents):
         return lambda arrays: token(arrays, spec)
     if device.type == "jax":
+        load()  # a graph may make the first tensor on the device, and no kernel runs
         return maker(spec, False)
     return lambda array: crossing.depart(array, spec.size, spec.stride, device)

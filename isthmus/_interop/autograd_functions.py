@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from isthmus._device import patches
 from isthmus._device.buffer import buffer_of
 from isthmus._device.derivatives import conjugated
 from isthmus._interop.arrays import from_jax, to_jax
@@ -40,7 +41,10 @@ def _install(change: int) -> None:
     global _users
     with _lock:
         _users += change
-        Function.apply = classmethod(_apply) if _users else _original  # type: ignore[method-assign,assignment]
+        if _users:
+            patches.replace("torch.autograd.Function", "apply", lambda theirs: classmethod(_apply))
+        else:
+            patches.restore("torch.autograd.Function", "apply")
 
 
 def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from isthmus._device import patches
 from isthmus._device.private import container_of
 
 
@@ -15,5 +16,5 @@ def teach(tree: Any) -> None:
         container = container_of(type(leaf))
         if container is not None:
             flatten, unflatten = container
-            jax.tree_util.register_pytree_node(type(leaf), flatten, unflatten)
+            patches.register("jax.tree_util", "register_pytree_node", type(leaf), flatten, unflatten)
             teach(flatten(leaf)[0])
