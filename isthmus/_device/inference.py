@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -51,10 +51,37 @@ def infer(
 
     Raises what torch raises for a wrong call.
     """
+    try:
+        return _infer(op, values, share)
+    except Exception:
+        # Some Meta kernels take no scalar of the CPU where those of a device do (``mul.out``, ``floor_divide``).
+        if not _has_scalars(op, values):
+            raise
+    return _infer(op, values, share, _on_meta)
+
+
+def _has_scalars(op: OpOverload, values: tuple[Any, ...]) -> bool:
+    flat = [item for v in numbers_as_tensors(op, values) for item in (v if isinstance(v, list) else [v])]
+    return any(isinstance(v, torch.Tensor) and v.device.type == "cpu" and not v.dim() for v in flat)
+
+
+def _on_meta(value: Any) -> Any:
+    """Return an argument with scalars of the CPU on Meta."""
+    if isinstance(value, (list, tuple)):
+        return [_on_meta(item) for item in value]
+    if isinstance(value, torch.Tensor) and value.device.type == "cpu" and not value.dim():
+        return torch.empty((), dtype=value.dtype, device=META_DEVICE)
+    return value
+
+
+def _infer(
+    op: OpOverload, values: tuple[Any, ...], share: bool, moved: Callable[[Any], Any] | None = None
+) -> tuple[Any, tuple[Any, ...]] | None:
     shadow = Shadow(share)
     with torch.no_grad(), below_autograd(), _quiet_in_place(op):
         shadows = tuple(shadow(value) for value in values)
-        args, kwargs = schema_of(op).split(numbers_as_tensors(op, shadows))
+        given = numbers_as_tensors(op, shadows)
+        args, kwargs = schema_of(op).split(given if moved is None else tuple(map(moved, given)))
         try:
             return op(*args, **kwargs), shadows
         except NotImplementedError:
