@@ -19,7 +19,7 @@ from isthmus._device.private import empty_tensor
 from isthmus._graph.layout import Spec, contiguous_strides
 from isthmus._graph.schema import ABSENT
 from isthmus._ops.checks import Checks, collecting
-from isthmus._runtime import compiler
+from isthmus._runtime import compiler, memory
 from isthmus._runtime.dtypes import to_jax_dtype
 from isthmus.errors import IsthmusError, LoweringError
 
@@ -77,6 +77,8 @@ def _choose(kernel: Kernel, inputs: list[Any], values: Values, traced: bool, fin
     if tier is not None:
         try:
             return finish(Builder(kernel, tier, inputs, values, found, traced))
+        except torch.OutOfMemoryError:
+            raise  # the CPU might try, and take the machine's memory
         except Exception as error:
             if traced:
                 raise
@@ -119,6 +121,8 @@ class Builder:
         self.errors: list[tuple[type[Exception], str]] = []
         self.computed: list[Any] = []
         self.fresh = self._fresh_specs()
+        made = [*self.fresh, *(self.mutation.resized if self.mutation is not None else [])]
+        memory.require_room([(spec.size, spec.dtype) for spec in made if spec is not None])
 
     def _fresh_specs(self) -> list[Spec | None]:
         """Return the spec of each new tensor of the result."""

@@ -12,6 +12,7 @@ from isthmus._device import objects
 from isthmus._device.buffer import buffer_of, storage_length
 from isthmus._device.private import META, become, empty_tensor, redispatch_to_meta, restride
 from isthmus._graph.layout import contiguous_strides, span
+from isthmus._runtime import memory
 from isthmus._runtime.compiler import scoped_x64
 
 _aten = torch.ops.aten
@@ -64,6 +65,9 @@ def _grow(tensor: Tensor, length: int) -> None:
         return
     buffer = buffer_of(tensor)
     width = tensor.dtype.itemsize
+    if length * width > memory.LARGEST:
+        raise RuntimeError(f"Storage size calculation overflowed: {length} elements of {width} bytes")
+    memory.require(length * width)
     more = -(-missing * width // buffer.signature.dtype.itemsize)
     with scoped_x64():
         buffer.rebind(jnp.pad(buffer.value.reshape(-1), (0, more)))
