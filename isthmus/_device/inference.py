@@ -51,7 +51,34 @@ def infer(
 
     Raises what torch raises for a wrong call.
     """
-    shadow = Shadow(share)
+    try:
+        return _infer(op, values, Shadow(share))
+    except Exception:
+        # Some Meta kernels take no scalar of the CPU where those of a device do (``mul.out``).
+        moved = _scalars_moved(values)
+        if moved is None:
+            raise
+    return _infer(op, moved, Shadow(share))
+
+
+def _scalars_moved(values: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Return a call's arguments with its CPU scalars on Meta, None where it has none."""
+    count = 0
+
+    def moved(value: Any) -> Any:
+        nonlocal count
+        if isinstance(value, (list, tuple)):
+            return [moved(item) for item in value]
+        if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.dim() == 0:
+            count += 1
+            return torch.empty((), dtype=value.dtype, device=META_DEVICE)
+        return value
+
+    found = tuple(moved(value) for value in values)
+    return found if count else None
+
+
+def _infer(op: OpOverload, values: tuple[Any, ...], shadow: Shadow) -> tuple[Any, tuple[Any, ...]] | None:
     with torch.no_grad(), below_autograd(), _quiet_in_place(op):
         shadows = tuple(shadow(value) for value in values)
         args, kwargs = schema_of(op).split(numbers_as_tensors(op, shadows))
