@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from isthmus._device import checks, decompose, derivatives, fallback, inference, writes
-from isthmus._device.buffer import Buffer, Signature, maker
+from isthmus._device.buffer import Buffer, Signature, buffer_of, check_reach, maker
 from isthmus._device.module import check_device
 from isthmus._device.mutation import Mutation
 from isthmus._device.plan import Slot, Static, contiguous_specs, fill, flatten, slot_for, store
@@ -40,6 +40,24 @@ def build(
     ``finish`` makes the plan once a tier is found; by default it compiles a program.
     """
     finish = finish or (lambda builder: builder.plan(inputs))
+    shown = writes.tensors_in(values)
+    for tensor in shown:
+        check_reach(tensor)
+    plan = _plan_for(kernel, inputs, values, traced, finish)
+    # Where a view begins is no part of the key, so of a storage made shorter every call is looked at.
+    return _looking(plan) if any([buffer_of(tensor).signature.shrunk for tensor in shown]) else plan
+
+
+def _looking(plan: Plan) -> Plan:
+    def run(inputs: list[Any], values: Values) -> Any:
+        for tensor in writes.tensors_in(values):
+            check_reach(tensor)
+        return plan(inputs, values)
+
+    return run
+
+
+def _plan_for(kernel: Kernel, inputs: list[Any], values: Values, traced: bool, finish: Finish) -> Plan:
     if not kernel.schema.mutated:
         return _choose(kernel, inputs, values, traced, finish)
     writes.check_new(kernel.op, values)

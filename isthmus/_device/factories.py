@@ -13,6 +13,7 @@ from torch import Tensor
 from isthmus._device import mode
 from isthmus._device.buffer import storage_length, wrap, wrap_strided
 from isthmus._device.dispatch import kernel_for
+from isthmus._device.hosts import array_from_cpu
 from isthmus._device.module import check_device
 from isthmus._device.private import restride
 from isthmus._graph.layout import contiguous_strides, storage_shape
@@ -143,6 +144,13 @@ def arange(
 ) -> Tensor:
     """Return the numbers from ``start`` to ``end``; torch says how many, and only that is compiled for."""
     check_device(device)
+    if (
+        dtype is not None
+        and not dtype.is_floating_point
+        and not (type(start) is type(end) is type(step) is int)
+    ):
+        # How many steps of a fraction there are, and whether any, differs from dtype to dtype: as the CPU has it.
+        return wrap(array_from_cpu(torch.arange(start, end, step, dtype=dtype, device="cpu")), dtype)
     shadow = torch.ops.aten.arange.start_step(start, end, step, dtype=dtype, device="meta")
     whole = type(start) is int and step == 1 and not shadow.is_floating_point()
     if mode.current.lazy and whole and not is_tracing():
