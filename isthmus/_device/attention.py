@@ -49,7 +49,7 @@ def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_cau
         return False
     if mask is None:
         return True
-    return not is_causal and mask.dtype in (torch.bool, query.dtype) and _spans(mask, query, key)
+    return mask.dtype in (torch.bool, query.dtype) and _spans(mask, query, key)
 
 
 def _spans(mask: Tensor, query: Tensor, key: Tensor) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from isthmus._device import checks, decompose, derivatives, fallback, inference, writes
-from isthmus._device.buffer import Buffer, Signature, maker
+from isthmus._device.buffer import Buffer, Signature, buffer_of, check_reach, maker
 from isthmus._device.module import check_device
 from isthmus._device.mutation import Mutation
 from isthmus._device.plan import Slot, Static, contiguous_specs, fill, flatten, slot_for, store
@@ -19,7 +19,7 @@ from isthmus._device.private import empty_tensor
 from isthmus._graph.layout import Spec, contiguous_strides
 from isthmus._graph.schema import ABSENT
 from isthmus._ops.checks import Checks, collecting
-from isthmus._runtime import compiler
+from isthmus._runtime import compiler, memory
 from isthmus._runtime.dtypes import to_jax_dtype
 from isthmus.errors import IsthmusError, LoweringError
 
@@ -40,6 +40,24 @@ def build(
     ``finish`` makes the plan once a tier is found; by default it compiles a program.
     """
     finish = finish or (lambda builder: builder.plan(inputs))
+    shown = writes.tensors_in(values)
+    for tensor in shown:
+        check_reach(tensor)
+    plan = _plan_for(kernel, inputs, values, traced, finish)
+    # Where a view begins is no part of the key, so of a storage made shorter every call is looked at.
+    return _looking(plan) if any([buffer_of(tensor).signature.shrunk for tensor in shown]) else plan
+
+
+def _looking(plan: Plan) -> Plan:
+    def run(inputs: list[Any], values: Values) -> Any:
+        for tensor in writes.tensors_in(values):
+            check_reach(tensor)
+        return plan(inputs, values)
+
+    return run
+
+
+def _plan_for(kernel: Kernel, inputs: list[Any], values: Values, traced: bool, finish: Finish) -> Plan:
     if not kernel.schema.mutated:
         return _choose(kernel, inputs, values, traced, finish)
     writes.check_new(kernel.op, values)
@@ -77,6 +95,8 @@ def _choose(kernel: Kernel, inputs: list[Any], values: Values, traced: bool, fin
     if tier is not None:
         try:
             return finish(Builder(kernel, tier, inputs, values, found, traced))
+        except torch.OutOfMemoryError:
+            raise  # the CPU might try, and take the machine's memory
         except Exception as error:
             if traced:
                 raise
@@ -119,6 +139,8 @@ class Builder:
         self.errors: list[tuple[type[Exception], str]] = []
         self.computed: list[Any] = []
         self.fresh = self._fresh_specs()
+        made = [*self.fresh, *(self.mutation.resized if self.mutation is not None else [])]
+        memory.require_room([(spec.size, spec.dtype) for spec in made if spec is not None])
 
     def _fresh_specs(self) -> list[Spec | None]:
         """Return the spec of each new tensor of the result."""

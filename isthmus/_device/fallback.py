@@ -11,6 +11,7 @@ from torch._ops import OpOverload
 from isthmus import config
 from isthmus._device import mode
 from isthmus._device.inference import numbers_as_tensors
+from isthmus._device.private import restride
 from isthmus._device.writes import stand_ins
 from isthmus._graph.schema import schema_of
 from isthmus._runtime import counters
@@ -80,13 +81,22 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 def _to_cpu(value: Any, moved: dict[int, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         if value.device.type == "jax" and id(value) not in moved:
-            moved[id(value)] = value.cpu()
+            moved[id(value)] = _expanded_like(value)
         return moved.get(id(value), value)
     if isinstance(value, (list, tuple)):
         return [_to_cpu(item, moved) for item in value]
     if isinstance(value, torch.device) and value.type == "jax":
         return torch.device("cpu")
     return value
+
+
+def _expanded_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a "jax" tensor on the CPU, expanded there where it is expanded here: it may be of any size."""
+    repeated = [n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
+    if not any(repeated) or tensor.is_conj() or tensor.is_neg():
+        return tensor.cpu()
+    once = [1 if again else n for n, again in zip(tensor.shape, repeated, strict=True)]
+    return restride(tensor, once, tensor.stride(), int(tensor.storage_offset())).cpu().expand(tensor.shape)
 
 
 def _to_jax(result: Any, originals: dict[int, torch.Tensor]) -> Any:

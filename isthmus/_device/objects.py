@@ -127,7 +127,11 @@ def _replace(storage: Any, data: Any) -> None:
 
     shape, dtype = held.signature.shape, held.signature.dtype
     same = data.nbytes == held.signature.nbytes
+    before = held.signature.nbytes
     held.rebind(from_numpy(data.view(dtype).reshape(shape if same else -1)))
+    if data.nbytes < before:
+        signature = held.signature
+        held.signature = type(signature).intern(signature.shape, dtype, signature.traced, shrunk=True)
 
 
 def _resize_(storage: Any, size: int) -> Any:

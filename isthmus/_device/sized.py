@@ -33,7 +33,7 @@ class SizedKernel:
         values = self.schema.ordered(args, kwargs)
         try:
             return self._run(arguments)
-        except IsthmusError:
+        except (IsthmusError, torch.OutOfMemoryError):
             raise
         except Exception:
             fallback.attempt(self.op, values)  # what the CPU refuses as well is refused in its words

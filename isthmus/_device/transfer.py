@@ -21,6 +21,7 @@ from isthmus._runtime.dtypes import to_jax_dtype
 _copy = kernel_for(_aten.copy_.default)
 _clone = kernel_for(_aten.clone.default)
 _cast = kernel_for(_aten._to_copy.default)
+_WIDEST = {float: torch.float64, complex: torch.complex128}
 
 
 def array_of(tensor: Tensor) -> Any:
@@ -37,8 +38,13 @@ def _is_whole(tensor: Tensor) -> bool:
     return same and signature.dtype == to_jax_dtype(tensor.dtype)
 
 
-def copy_(self: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
-    """Write ``src`` into ``self``, whichever devices they are on."""
+def copy_(self: Tensor, src: Tensor | complex, non_blocking: bool = False) -> Tensor:
+    """Write ``src`` into ``self``, whichever devices they are on; torch hands numbers on as they are."""
+    if not isinstance(src, Tensor):
+        if not is_lazy(self) and (self.is_complex() or not isinstance(src, complex)):
+            _copy(self, src)
+            return self
+        src = torch.tensor(src, dtype=_WIDEST.get(type(src)))
     if self.device.type != "jax":
         return self.copy_(_nearest(src, self.device), non_blocking)
     arrived = resolve(src) if src.device.type == "jax" else from_other(src)

@@ -13,6 +13,7 @@ from isthmus._device.buffer import buffer_of, storage_length
 from isthmus._device.private import META, become, empty_tensor, redispatch_to_meta, restride
 from isthmus._graph.layout import contiguous_strides, span
 from isthmus._graph.names import aten as _aten
+from isthmus._runtime import memory
 from isthmus._runtime.compiler import scoped_x64
 
 
@@ -63,6 +64,9 @@ def _grow(tensor: Tensor, length: int) -> None:
         return
     buffer = buffer_of(tensor)
     width = tensor.dtype.itemsize
+    if length * width > memory.LARGEST:
+        raise RuntimeError(f"Storage size calculation overflowed: {length} elements of {width} bytes")
+    memory.require(length * width)
     more = -(-missing * width // buffer.signature.dtype.itemsize)
     with scoped_x64():
         buffer.rebind(jnp.pad(buffer.value.reshape(-1), (0, more)))
@@ -108,6 +112,12 @@ def zeros_laid_out_as(self: Tensor, other: Tensor, *, self_num_batch_dims: int =
     return made.as_strided((*batch, *other.shape), (*strides, *other.stride()), other.storage_offset())
 
 
+def lazy_clone(self: Tensor) -> Tensor:
+    """Return a copy of the storage in the layout of ``self``: arrays never change, so it costs nothing."""
+    copied = restride(self, (storage_length(self),), (1,)).clone()
+    return restride(copied, self.shape, self.stride(), int(self.storage_offset()))
+
+
 def has_same_storage_numel(self: Tensor, other: Tensor) -> bool:
     """Return whether two storages hold as many elements."""
     return storage_length(self) == storage_length(other)
@@ -127,6 +137,7 @@ KERNELS = {
     "set_.source_Storage_storage_offset": set_storage_,
     "set_": set_nothing_,
     "_new_zeros_with_same_feature_meta": zeros_laid_out_as,
+    "_lazy_clone": lazy_clone,
     "_has_same_storage_numel": has_same_storage_numel,
     "view": _torchs_own("view"),
     "view.dtype": _torchs_own("view", "dtype"),

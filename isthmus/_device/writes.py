@@ -32,7 +32,7 @@ def check_new(op: OpOverload, values: Values) -> None:
 
 def guarded(op: OpOverload, values: Values, plan: Callable[..., Any]) -> Callable[..., Any]:
     """Return the plan of a call that writes, made to look at each call where tensors share a storage."""
-    storages = [tensor.untyped_storage()._cdata for tensor in _tensors(values)]
+    storages = [tensor.untyped_storage()._cdata for tensor in tensors_in(values)]
     if len(set(storages)) == len(storages):
         return plan
 
@@ -49,13 +49,13 @@ def repeats_in_lists(op: OpOverload, values: Values) -> bool:
     if not op._schema.name.startswith("aten::_foreach_") or op._schema.returns:
         return False
     bound = schema_of(op).named(values)
-    targets = _tensors(tuple(bound[name] for name in schema_of(op).mutated))
+    targets = tensors_in(tuple(bound[name] for name in schema_of(op).mutated))
     return len({target.untyped_storage()._cdata for target in targets}) < len(targets)
 
 
 def check_aliases(op: OpOverload, values: Values) -> None:
     """Raise what torch raises where a target and another tensor of the call share part of their memory."""
-    tensors = _tensors(values)
+    tensors = tensors_in(values)
     shown = list({id(tensor): tensor for tensor in tensors}.values())
     if len({tensor.untyped_storage()._cdata for tensor in shown}) == len(shown):
         return  # a tensor given twice, as an optimizer gives its gradients
@@ -109,7 +109,8 @@ def _repeats(tensor: Tensor) -> bool:
     return any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _tensors(values: Values) -> list[Tensor]:
+def tensors_in(values: Values) -> list[Tensor]:
+    """Return the "jax" tensors among the arguments of a call, those in lists included."""
     return [v for v in _flat(values) if isinstance(v, Tensor) and v.device.type == "jax"]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from isthmus._runtime import counters, disk, effort, gaps, private, progress
+from isthmus._runtime import counters, disk, effort, gaps, memory, private, progress
 
 Function = Callable[..., Any]
 # XLA's compiler runs without the interpreter lock, so two threads may meet here; one compiles at a time.
@@ -82,6 +82,7 @@ def build(
     clock = Clock()
     with _lock, scoped_x64(), progress.line(title), private.forgetting_callers():
         traced = jax.jit(function, donate_argnums=donate).trace(*jax.tree.map(abstract, list(inputs)))
+        memory.check(traced.jaxpr.jaxpr)
         options = options(traced) if callable(options) else dict(options or {})
         clock.lap("trace")
         lowered = traced.lower()
