@@ -10,6 +10,7 @@ from torch import Tensor
 from isthmus._device.dispatch import kernel_for
 from isthmus._device.private import fused_attention_enabled
 from isthmus._graph.names import aten as _aten
+from isthmus._ops.registry import registry
 
 _FUSED = _aten._scaled_dot_product_fused_attention_overrideable.default
 _WHOLE = _aten.scaled_dot_product_attention.default
@@ -37,6 +38,8 @@ def scaled_dot_product_attention(
 def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, gqa: bool) -> bool:
     # sdpa_kernel(SDPBackend.MATH) asks for the ops one by one, which can be differentiated twice.
     if not fused_attention_enabled() or not query.is_floating_point():
+        return False
+    if _FUSED not in registry:  # refused with this torch, whose own kernel of this name only raises
         return False
     if not (query.dim() == key.dim() == value.dim() == 4 and query.dtype == key.dtype == value.dtype):
         return False

@@ -225,3 +225,16 @@ def is_plain_in_memory(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is what its storage holds: no subclass with its own dispatch, no functional wrapper."""
     keys = torch._C._dispatch_keys(tensor)
     return not any([keys.has(key) for key in _OTHER_MEMORY])
+
+
+def _try_needed() -> None:
+    """Use what the device needs once, so that a torch which changed it is found out at import, not in the middle."""
+    with below_autograd(), without_autocast(), above_autograd():
+        pass
+    if has_kernel(torch.ops.aten.add.Tensor, "CPU") is not True:
+        raise TypeError("torch._C._dispatch_has_kernel_for_dispatch_key does not find a kernel that is there")
+    if not isinstance(META, torch._C.DispatchKeySet) or not callable(empty_tensor):
+        raise TypeError("torch._C.DispatchKeySet or torch._C._acc.create_empty_tensor is not what it was")
+
+
+_try_needed()
