@@ -244,19 +244,28 @@ def _as(theirs: Callable[..., Any], ours: Any) -> Callable[..., Any]:
     return ours  # type: ignore[no-any-return]
 
 
+_ABSENT = object()
+
+
 def _constructor(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    def new(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
-        if device is None:
-            return theirs(cls, *args, **kwargs)
-        if torch.device(device).type != "jax":
-            return theirs(cls, *args, device=device, **kwargs)
+    def new(cls: Any, size: Any = _ABSENT, /, **options: Any) -> Any:
+        # In this order it costs storages of other devices least: most are asked for by their size alone.
+        if not options and size is not _ABSENT:
+            return theirs(cls, size)
+        device = options.get("device")
+        args = () if size is _ABSENT else (size,)
+        if device is None or (device if type(device) is torch.device else torch.device(device)).type != "jax":
+            return theirs(cls, *args, **options)
+        if options.get("allocator") is not None:
+            return theirs(cls, *args, **options)  # which refuses both together
         # torch would ask an allocator that does not exist and end the process.
         from isthmus._device.module import check_device
         from isthmus._device.registration import load
 
         check_device(device)
         load()
-        return from_bytes(torch.tensor([], dtype=torch.uint8).set_(theirs(cls, *args, **kwargs)).numpy())
+        del options["device"]
+        return from_bytes(torch.tensor([], dtype=torch.uint8).set_(theirs(cls, *args, **options)).numpy())
 
     return new
 
