@@ -172,8 +172,8 @@ def _on_host(name: str) -> Callable[..., Any]:
 
 
 _METHODS: dict[str, Callable[..., Any]] = {
-    "nbytes": _nbytes,
     "__len__": _nbytes,
+    "nbytes": _nbytes,
     "data_ptr": _data_ptr,
     "cpu": _cpu,
     "clone": _clone,
@@ -208,6 +208,8 @@ def install() -> None:
 def _storage_method(theirs: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Return torch's method with a way for "jax" storages, in the form that costs other storages least."""
     ours = _METHODS[name]
+    if name == "__len__":
+        theirs = Storage.nbytes  # the same number, by a shorter way than through the slot
 
     def measured(self: Any) -> Any:
         return theirs(self) or ours(self)  # torch's is 0 for "jax", and ours for an empty storage elsewhere
@@ -220,7 +222,7 @@ def _storage_method(theirs: Callable[..., Any], name: str) -> Callable[..., Any]
 
     def copy_(self: Any, source: Any, non_blocking: Any = None) -> Any:
         if getattr(self, "_buffer", None) is None:
-            return theirs(self, source, non_blocking)
+            return theirs(self, source) if non_blocking is None else theirs(self, source, non_blocking)
         return ours(self, source, non_blocking)
 
     def general(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -234,12 +236,12 @@ def _storage_method(theirs: Callable[..., Any], name: str) -> Callable[..., Any]
         **dict.fromkeys(("resize_", "fill_", "__getitem__"), with_one),
         "copy_": copy_,
     }
-    return _as(theirs, forms.get(name, general))
+    return _as(name, theirs, forms.get(name, general))
 
 
-def _as(theirs: Callable[..., Any], ours: Any) -> Callable[..., Any]:
+def _as(name: str, theirs: Callable[..., Any], ours: Any) -> Callable[..., Any]:
     """Return ``ours`` under the name of what it replaces, and not to be compiled when Dynamo's code calls it."""
-    ours.__doc__, ours.__name__ = theirs.__doc__, theirs.__name__
+    ours.__doc__, ours.__name__ = theirs.__doc__, name
     hide_from_dynamo(ours)
     return ours  # type: ignore[no-any-return]
 
@@ -270,17 +272,16 @@ def _constructor(theirs: Callable[..., Any]) -> Callable[..., Any]:
     return new
 
 
-# Where memory begins on 64-bit systems, and more than any offset into a storage.
-_FIRST_ADDRESS = 1 << 40
-
-
 def _tensor_pointer(theirs: Callable[..., Any]) -> Callable[..., Any]:
     def data_ptr(self: Any) -> Any:
-        # torch counts the offset of a "jax" tensor from address 0; other tensors that low are rare, but may be.
+        # torch counts the offset of a "jax" tensor from address 0, and no storage is that long; other tensors have
+        # higher addresses on 64-bit systems as a rule, and it is no more than one: below, the device is asked for.
         address = theirs(self)
-        return address if address > _FIRST_ADDRESS else _pointer(self, address)
+        if address > 1 << 40:
+            return address
+        return _pointer(self, address)
 
-    return _as(theirs, data_ptr)
+    return _as("data_ptr", theirs, data_ptr)
 
 
 def _pointer(tensor: Any, address: int) -> int:
@@ -298,16 +299,16 @@ def _pinning(theirs: Callable[..., Any]) -> Callable[..., Any]:
         # torch takes "jax" for the accelerator wherever it is there. XLA needs no pinned memory; CUDA does.
         return theirs(self, "cuda") if torch.cuda.is_available() else self
 
-    return _as(theirs, pin_memory)
+    return _as("pin_memory", theirs, pin_memory)
 
 
 def _dlpack(theirs: Callable[..., Any]) -> Callable[..., Any]:
     def __dlpack__(self: Any, **options: Any) -> Any:
         if self.is_cpu or self.device.type != "jax":
-            return theirs(self, **options)
+            return theirs(self, **options) if options else theirs(self)
         return _export(self, options)
 
-    return _as(theirs, __dlpack__)
+    return _as("__dlpack__", theirs, __dlpack__)
 
 
 def _dlpack_device(theirs: Callable[..., Any]) -> Callable[..., Any]:
@@ -318,7 +319,7 @@ def _dlpack_device(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
         return buffer_of(self).value.__dlpack_device__()
 
-    return _as(theirs, __dlpack_device__)
+    return _as("__dlpack_device__", theirs, __dlpack_device__)
 
 
 def _export(tensor: Any, options: dict[str, Any]) -> Any:
