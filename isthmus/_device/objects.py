@@ -176,8 +176,8 @@ def _on_host(name: str) -> Callable[..., Any]:
 
 
 _METHODS: dict[str, Callable[..., Any]] = {
-    "nbytes": _nbytes,
     "__len__": _nbytes,
+    "nbytes": _nbytes,
     "data_ptr": _data_ptr,
     "cpu": _cpu,
     "clone": _clone,
@@ -212,6 +212,8 @@ def install() -> None:
 def _storage_method(theirs: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Return torch's method with a way for "jax" storages, in the form that costs other storages least."""
     ours = _METHODS[name]
+    if name == "__len__":
+        theirs = Storage.nbytes  # the same number, by a shorter way than through the slot
 
     def measured(self: Any) -> Any:
         return theirs(self) or ours(self)  # torch's is 0 for "jax", and ours for an empty storage elsewhere
@@ -224,7 +226,7 @@ def _storage_method(theirs: Callable[..., Any], name: str) -> Callable[..., Any]
 
     def copy_(self: Any, source: Any, non_blocking: Any = None) -> Any:
         if getattr(self, "_buffer", None) is None:
-            return theirs(self, source, non_blocking)
+            return theirs(self, source) if non_blocking is None else theirs(self, source, non_blocking)
         return ours(self, source, non_blocking)
 
     def general(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -238,44 +240,52 @@ def _storage_method(theirs: Callable[..., Any], name: str) -> Callable[..., Any]
         **dict.fromkeys(("resize_", "fill_", "__getitem__"), with_one),
         "copy_": copy_,
     }
-    return _as(theirs, forms.get(name, general))
+    return _as(name, theirs, forms.get(name, general))
 
 
-def _as(theirs: Callable[..., Any], ours: Any) -> Callable[..., Any]:
+def _as(name: str, theirs: Callable[..., Any], ours: Any) -> Callable[..., Any]:
     """Return ``ours`` under the name of what it replaces, and not to be compiled when Dynamo's code calls it."""
-    ours.__doc__, ours.__name__ = theirs.__doc__, theirs.__name__
+    ours.__doc__, ours.__name__ = theirs.__doc__, name
     hide_from_dynamo(ours)
     return ours  # type: ignore[no-any-return]
 
 
+_ABSENT = object()
+
+
 def _constructor(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    def new(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
-        if device is None:
-            return theirs(cls, *args, **kwargs)
-        if torch.device(device).type != "jax":
-            return theirs(cls, *args, device=device, **kwargs)
+    def new(cls: Any, size: Any = _ABSENT, /, **options: Any) -> Any:
+        # In this order it costs storages of other devices least: most are asked for by their size alone.
+        if not options and size is not _ABSENT:
+            return theirs(cls, size)
+        device = options.get("device")
+        args = () if size is _ABSENT else (size,)
+        if device is None or (device if type(device) is torch.device else torch.device(device)).type != "jax":
+            return theirs(cls, *args, **options)
+        if options.get("allocator") is not None:
+            return theirs(cls, *args, **options)  # which refuses both together
         # torch would ask an allocator that does not exist and end the process.
         from isthmus._device.module import check_device
         from isthmus._device.registration import load
 
         check_device(device)
         load()
-        return from_bytes(torch.tensor([], dtype=torch.uint8).set_(theirs(cls, *args, **kwargs)).numpy())
+        del options["device"]
+        return from_bytes(torch.tensor([], dtype=torch.uint8).set_(theirs(cls, *args, **options)).numpy())
 
     return new
 
 
-# Where memory begins on 64-bit systems, and more than any offset into a storage.
-_FIRST_ADDRESS = 1 << 40
-
-
 def _tensor_pointer(theirs: Callable[..., Any]) -> Callable[..., Any]:
     def data_ptr(self: Any) -> Any:
-        # torch counts the offset of a "jax" tensor from address 0; other tensors that low are rare, but may be.
+        # torch counts the offset of a "jax" tensor from address 0, and no storage is that long; other tensors have
+        # higher addresses on 64-bit systems as a rule, and it is no more than one: below, the device is asked for.
         address = theirs(self)
-        return address if address > _FIRST_ADDRESS else _pointer(self, address)
+        if address > 1 << 40:
+            return address
+        return _pointer(self, address)
 
-    return _as(theirs, data_ptr)
+    return _as("data_ptr", theirs, data_ptr)
 
 
 def _pointer(tensor: Any, address: int) -> int:
@@ -293,16 +303,16 @@ def _pinning(theirs: Callable[..., Any]) -> Callable[..., Any]:
         # torch takes "jax" for the accelerator wherever it is there. XLA needs no pinned memory; CUDA does.
         return theirs(self, "cuda") if torch.cuda.is_available() else self
 
-    return _as(theirs, pin_memory)
+    return _as("pin_memory", theirs, pin_memory)
 
 
 def _dlpack(theirs: Callable[..., Any]) -> Callable[..., Any]:
     def __dlpack__(self: Any, **options: Any) -> Any:
         if self.is_cpu or self.device.type != "jax":
-            return theirs(self, **options)
+            return theirs(self, **options) if options else theirs(self)
         return _export(self, options)
 
-    return _as(theirs, __dlpack__)
+    return _as("__dlpack__", theirs, __dlpack__)
 
 
 def _dlpack_device(theirs: Callable[..., Any]) -> Callable[..., Any]:
@@ -313,7 +323,7 @@ def _dlpack_device(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
         return buffer_of(self).value.__dlpack_device__()
 
-    return _as(theirs, __dlpack_device__)
+    return _as("__dlpack_device__", theirs, __dlpack_device__)
 
 
 def _export(tensor: Any, options: dict[str, Any]) -> Any:

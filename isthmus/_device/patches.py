@@ -184,7 +184,7 @@ def replace(owner: str, name: str, make: Callable[[Any], Any]) -> None:
         if patch in _applied:
             return
         try:
-            place = _found(owner)
+            place = found(owner)
             theirs = inspect.getattr_static(place, name)
             ours = make(theirs)
         except (AttributeError, ImportError) as error:
@@ -213,7 +213,7 @@ def restore(owner: str, name: str) -> None:
 def register(owner: str, name: str, *args: Any) -> None:
     """Call a registry of torch's or JAX's that has a row, and so keeps what it is given for the whole process."""
     row(owner, name)
-    getattr(_found(owner), name)(*args)
+    getattr(found(owner), name)(*args)
 
 
 def applied(when: str | None = None) -> list[Patch]:
@@ -230,7 +230,7 @@ def report() -> list[str]:
     return lines
 
 
-def _found(path: str) -> Any:
+def found(path: str) -> Any:
     """Return the module or class of a dotted name."""
     first, *rest = path.split(".")
     place, name = importlib.import_module(first), first
