@@ -10,7 +10,7 @@ import jax
 import torch
 from torch import Tensor
 
-from isthmus._device import checks, decompose, derivatives, fallback, inference, writes
+from isthmus._device import checks, decompose, derivatives, fallback, inference, refusals, writes
 from isthmus._device.buffer import Buffer, Signature, maker
 from isthmus._device.module import check_device
 from isthmus._device.mutation import Mutation
@@ -43,7 +43,6 @@ def build(
     if not kernel.schema.mutated:
         return _choose(kernel, inputs, values, traced, finish)
     writes.check_new(kernel.op, values)
-    writes.check_aliases(kernel.op, values)
     if writes.repeats_in_lists(kernel.op, values):
         return lambda _, values: _one_by_one(kernel, values)
     return writes.guarded(kernel.op, values, _choose(kernel, inputs, values, traced, finish))
@@ -72,16 +71,17 @@ def _choose(kernel: Kernel, inputs: list[Any], values: Values, traced: bool, fin
         if traced:
             raise
         # The CPU says what is wrong in the words users know; if it finds nothing wrong, it answers.
-        fallback.attempt(kernel.op, values)
+        refusals.attempt(kernel.op, values)
         tier, found, reason = None, None, f"torch could not infer its result: {error}"
     if tier is not None:
+        warned = refusals.check(kernel.op, values, readable=not traced)
         try:
-            return finish(Builder(kernel, tier, inputs, values, found, traced))
+            return refusals.warning(finish(Builder(kernel, tier, inputs, values, found, traced)), warned)
         except Exception as error:
             if traced:
                 raise
             reason = f"its lowering failed: {type(error).__name__}: {error}"
-            fallback.attempt(kernel.op, values)  # what the CPU refuses as well is refused in its words
+            refusals.attempt(kernel.op, values)  # what the CPU refuses as well is refused in its words
     if traced:
         raise IsthmusError(f"{kernel.op} cannot run inside a trace: {reason}")
     fallback.permit(kernel.op, kernel.schema.named(values), reason)

@@ -58,6 +58,11 @@ def has_kernel(op: OpOverload, key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
 
 
+def plain_call(op: OpOverload) -> Callable[..., Any]:
+    """Return what calls ``op`` without a Python frame of torch's, so that torch's warnings name the caller."""
+    return op._op
+
+
 def hide_from_dynamo(function: Any) -> None:
     """Keep Dynamo from compiling a kernel, and what it calls, when code it could not trace runs in Python."""
     strategy = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
