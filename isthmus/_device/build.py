@@ -65,8 +65,10 @@ def _choose(kernel: Kernel, inputs: list[Any], values: Values, traced: bool, fin
         return _elsewhere(kernel, device)
     tier: Tier | None = kernel.lowering or decompose.function_for(kernel.functional)
     reason = "nothing lowers it"
+    meta: inference.Warnings = []
     try:
-        found = inference.infer(kernel.op, values, share=bool(kernel.schema.mutated))
+        share = bool(kernel.schema.mutated)
+        found, meta = inference.recorded(lambda: inference.infer(kernel.op, values, share=share))
     except Exception as error:
         if traced:
             raise
@@ -74,7 +76,7 @@ def _choose(kernel: Kernel, inputs: list[Any], values: Values, traced: bool, fin
         refusals.attempt(kernel.op, values)
         tier, found, reason = None, None, f"torch could not infer its result: {error}"
     if tier is not None:
-        warned = refusals.check(kernel.op, values, readable=not traced)
+        warned = refusals.check(kernel.op, values, not traced, meta)
         try:
             return refusals.warning(finish(Builder(kernel, tier, inputs, values, found, traced)), warned)
         except Exception as error:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch._ops import OpOverload
 
 from isthmus._device.buffer import buffer_of, storage_length
-from isthmus._device.private import below_autograd
+from isthmus._device.private import below_autograd, without_torch_function
 from isthmus._graph.layout import Spec, contiguous_strides, is_dense
 from isthmus._graph.schema import schema_of
 
 META_DEVICE = torch.device("meta")
+Result = TypeVar("Result")
+Warnings = list[tuple[type[Warning], str]]
+_CELL = torch.zeros(1, device="cpu")
 
 
 class Shadow:
@@ -52,7 +54,7 @@ def infer(
     Raises what torch raises for a wrong call.
     """
     shadow = Shadow(share)
-    with torch.no_grad(), below_autograd(), _quiet_in_place(op):
+    with torch.no_grad(), below_autograd():
         shadows = tuple(shadow(value) for value in values)
         args, kwargs = schema_of(op).split(numbers_as_tensors(op, shadows))
         try:
@@ -61,15 +63,39 @@ def infer(
             return None
 
 
-@contextlib.contextmanager
-def _quiet_in_place(op: OpOverload) -> Iterator[None]:
-    """Silence torch's warning about a resized ``out=`` where some Meta kernels treat an in-place target as one."""
-    if not schema_of(op).mutated or schema_of(op).has_out:
-        yield
-        return
-    with warnings.catch_warnings():  # for these alone: leaving it makes Python show old warnings again
-        warnings.filterwarnings("ignore", "An output with one or more elements was resized")
-        yield
+def recorded(function: Callable[[], Result]) -> tuple[Result, Warnings]:
+    """Return what a function returns, and the warnings of torch's that it would give.
+
+    torch hands warnings to Python where the outermost call of its bindings ends. ``apply_`` is such a call around the
+    function, so they arrive here, with this file's name. ``warnings.catch_warnings`` would make Python show old
+    warnings again each time.
+    """
+    results: list[Result] = []
+    given: Warnings = []
+    shown = warnings.showwarning
+
+    def run(_: float) -> float:
+        results.append(function())
+        return 0.0
+
+    def keep(message: Any, category: type[Warning], filename: str, *more: Any, **named: Any) -> None:
+        if filename == __file__:
+            given.append((category, str(message)))
+        else:
+            shown(message, category, filename, *more, **named)
+
+    globals().get("__warningregistry__", {}).clear()  # it would keep a text from being given twice
+    warnings.showwarning = keep
+    try:
+        with without_torch_function():
+            _CELL.apply_(run)
+    except Warning as warning:  # the user wants warnings raised
+        if not results:
+            raise
+        given.append((type(warning), str(warning)))
+    finally:
+        warnings.showwarning = shown
+    return results[0], given
 
 
 def numbers_as_tensors(op: OpOverload, values: tuple[Any, ...]) -> tuple[Any, ...]:

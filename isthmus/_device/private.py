@@ -58,9 +58,9 @@ def has_kernel(op: OpOverload, key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
 
 
-def plain_call(op: OpOverload) -> Callable[..., Any]:
-    """Return what calls ``op`` without a Python frame of torch's, so that torch's warnings name the caller."""
-    return op._op
+def without_torch_function() -> Any:
+    """Return a guard under which no mode or subclass of the user's sees calls of ours."""
+    return torch._C.DisableTorchFunction()
 
 
 def hide_from_dynamo(function: Any) -> None:

@@ -17,11 +17,10 @@ The CPU's warnings are kept as well, and each call of the key gives them again (
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import math
 import re
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,18 +29,19 @@ from torch._ops import OpOverload
 
 from isthmus._device import mode
 from isthmus._device.buffer import buffer_of
-from isthmus._device.inference import numbers_as_tensors
-from isthmus._device.private import below_autograd, plain_call
+from isthmus._device.inference import Warnings, numbers_as_tensors, recorded
+from isthmus._device.private import below_autograd
 from isthmus._graph.schema import schema_of
 from isthmus._runtime.lines import warn_user
 
 Values = tuple[Any, ...]
-Warnings = list[tuple[type[Warning], str]]
 
 OVERLAP = "unsupported operation:"
 """How torch begins to refuse a write to memory that is shown twice or read at the same time."""
 # Bytes and elements that stand in as they are: the CPU's answer takes microseconds, compiling takes milliseconds.
 _BYTES, _ELEMENTS = 1 << 15, 1 << 12
+# Elements the CPU may be shown to settle a doubt, which takes milliseconds, once per op and words.
+_LARGEST = 1 << 20
 # Sizes up to this one stay: dims of length one broadcast, two or three are often meant.
 _KEPT = 3
 # The CPU has no kernel for a type: of these CUDA has many, and so may the device.
@@ -51,53 +51,114 @@ _ACCEPTED = {"aten::histc"}
 # The device's own name of an op says nothing on the CPU.
 _aten = torch.ops.aten
 _SAME_AS: dict[OpOverload, OpOverload] = {_aten.convolution_overrideable.default: _aten.convolution.default}
+_GROUP_NORM = _aten.native_group_norm.default
+# The CPU's kernel ignores the strides of ``out=``, so it may write past the end of what has others.
+_MISPLACING = {_aten.avg_pool3d.out, _aten.narrow_copy.out}
 _TYPES = re.compile(r"type|bool|complex|integ|float|long|double|half|byte|\bint", re.IGNORECASE)
 _DIGITS = re.compile(r"[\d.+e-]*\d")
-_REPEATED = "An output with one or more elements was resized"
+_RESIZED = "An output with one or more elements was resized"
 _LIMIT = 4096
 # What the CPU said of stand-ins but not of the calls they stood for.
 _artifacts: set[tuple[OpOverload, str]] = set()
 
 
-def check(op: OpOverload, values: Values, readable: bool = True) -> Warnings:
+def check(op: OpOverload, values: Values, readable: bool = True, meta: Warnings | None = None) -> Warnings:
     """Raise what the CPU raises for calls like this one; return the warnings it gives.
 
-    ``readable`` says whether the tensors have values that can be looked at.
+    ``readable`` says whether the tensors have values that can be looked at; ``meta`` are the warnings of the Meta
+    kernel, which are right about sizes where the stand-ins have others.
     """
+    # Some Meta kernels treat what is written in place as an ``out=``, and warn that they resize it.
+    said = [w for w in meta or [] if schema_of(op).has_out or _RESIZED not in w[1]]
     if op.namespace != "aten":
-        return []  # a library's op may do anything
-    make, exact = _choice(values)
+        return said  # a library's op may do anything
+    make, exact = _choice(op, values)
+    if make is None:
+        return said
     given, error = ask(op, make(values))
     if error is None:
-        return [w for w in given if exact or _TYPES.search(w[1])]
+        return given if exact else [*said, *(w for w in given if _TYPES.search(w[1]) and w not in said)]
     if OVERLAP in str(error):
         raise error.with_traceback(None) from None
     text = _text(error)
     if (op, text) in _artifacts:
-        return []
+        return said
     _, again = ask(op, make(values, filled=True))
     if again is None or _text(again) != text:
-        return []  # it was about values
+        return said  # it was about values
     if not readable or mode.current.capture is not None:
-        if exact or _TYPES.search(text):
+        if _is_certain(op, values, error, exact):
             raise error.with_traceback(None) from None
-        return []
+        return said
     attempt(op, values)
+    _note_artifact(op, error)
+    return said
+
+
+def refusal(op: OpOverload, values: Values) -> tuple[Warnings, Exception | None]:
+    """Return the warnings and the refusal of the CPU for a call in a graph, whose tensors have no values."""
+    make, exact = _small(op, values, _tensors(values))
+    if op.namespace != "aten" or make is None:
+        return [], None
+    given, error = ask(op, make(values))
+    if error is None:
+        return [w for w in given if exact or _TYPES.search(w[1])], None
+    _, again = ask(op, make(values, filled=True))
+    if again is None or _text(again) != _text(error):
+        return [], None  # it was about values
+    return [], error if _is_certain(op, values, error, exact) else None
+
+
+def _is_certain(op: OpOverload, values: Values, error: Exception, exact: bool) -> bool:
+    """Return whether what the CPU said of stand-ins holds for a call whose values cannot be read."""
+    if exact or _TYPES.search(str(error)):
+        return True
+    if (op, _text(error)) in _artifacts or sum([t.numel() for t in _tensors(values)]) > _LARGEST:
+        return False
+    _, whole = ask(op, compact(values, {}))
+    if whole is None:
+        _note_artifact(op, error)
+    return whole is not None
+
+
+def _note_artifact(op: OpOverload, error: Exception) -> None:
     if len(_artifacts) >= _LIMIT:
         _artifacts.clear()
-    _artifacts.add((op, text))
-    return []
+    _artifacts.add((op, _text(error)))
 
 
-def _choice(values: Values) -> tuple[Callable[..., Values], bool]:
-    """Return what makes stand-ins for a call, and whether they have the sizes of its tensors."""
+def _choice(op: OpOverload, values: Values) -> tuple[Callable[..., Values] | None, bool]:
+    """Return what makes stand-ins for a call, None where nothing can, and whether they have its tensors' sizes."""
     tensors = tensors_of(values)
-    if sum([buffer_of(t).signature.nbytes for t in tensors]) <= _BYTES:
+    if sum([buffer_of(t).signature.nbytes for t in tensors]) <= _BYTES and op not in _MISPLACING:
         return stand_ins, True
+    return _small(op, values, tensors)
+
+
+def _small(
+    op: OpOverload | None, values: Values, tensors: list[Tensor]
+) -> tuple[Callable[..., Values] | None, bool]:
+    """Return the same for stand-ins that share no memory, of smaller sizes if there is need."""
     if sum([t.numel() for t in tensors]) <= _ELEMENTS:
         return functools.partial(compact, sizes={}), True
     large = sorted({n for t in tensors for n in t.shape if n > _KEPT})
-    return functools.partial(compact, sizes={n: _KEPT + 1 + at for at, n in enumerate(large)}), False
+    sizes = {n: _KEPT + 1 + at for at, n in enumerate(large)}
+    if op is _GROUP_NORM:
+        return functools.partial(_group_norm, sizes=sizes), False
+    # Some kernels believe sizes they are told in numbers, or those of gradients: others would be memory out of bounds.
+    told = any([type(value) is int and value > _KEPT for value in values])
+    lists = [item for value in values if isinstance(value, (list, tuple)) for item in value]
+    unknown = any([type(item) is int and item > _KEPT and item not in sizes for item in lists])
+    if told or unknown or (op is not None and "backward" in op._schema.name):
+        return None, False
+    return functools.partial(compact, sizes=sizes), False
+
+
+def _group_norm(values: Values, sizes: dict[int, int], filled: bool = False) -> Values:
+    """Return small stand-ins for a group norm, whose numbers tell the sizes of its input."""
+    made = compact(values, sizes, filled)
+    batch, channels, *rest = made[0].shape
+    return (*made[:3], batch, channels, math.prod(rest), 1, *made[7:])
 
 
 def _text(error: Exception) -> str:
@@ -108,21 +169,49 @@ def _text(error: Exception) -> str:
 def ask(op: OpOverload, values: Values) -> tuple[Warnings, Exception | None]:
     """Run an op on stand-ins; return the warnings and the refusal of the CPU, if its answer says anything."""
     chosen = _SAME_AS.get(op, op)
+    for position in _pivots(op):
+        if isinstance(values[position], Tensor):
+            values[position].fill_(1)
     args, kwargs = schema_of(op).split(numbers_as_tensors(op, values))
     random = torch.Tag.nondeterministic_seeded in op.tags
+    given, error = _asked(lambda: chosen(*args, **kwargs), random)
+    return given, error if error is not None and says_anything(op, error) else None
+
+
+def _asked(call: Callable[[], Any], random: bool) -> tuple[Warnings, Exception | None]:
+    """Return the warnings and the exception of a call on the CPU."""
     state = torch.get_rng_state() if random else None
-    call = plain_call(chosen)
-    with torch.no_grad(), below_autograd(), _recorded() as given:
-        try:
-            call(*args, **kwargs)  # from here, so that torch warns of this file
-        except Warning as warning:
-            given.append((type(warning), str(warning)))  # the user wants warnings raised: each call does
-        except Exception as error:
-            return given, error if says_anything(op, error) else None
-        finally:
-            if state is not None:
-                torch.set_rng_state(state)
-    return given, None
+
+    def run() -> Exception | None:
+        with torch.no_grad(), below_autograd():
+            try:
+                call()
+            except Exception as error:
+                return error
+        return None
+
+    try:
+        error, given = recorded(run)
+    finally:
+        if state is not None:
+            torch.set_rng_state(state)
+    return given, error
+
+
+def refuses(call: Callable[[Values], Any], values: Values) -> bool:
+    """Return whether a function of a call's arguments fails on the CPU, in the same words on zeros and on ones."""
+    make, _ = _small(None, values, _tensors(values))
+    if make is None:
+        return False
+    zeros, ones = make(values), make(values, filled=True)
+    (_, first), (_, second) = _asked(lambda: call(zeros), True), _asked(lambda: call(ones), True)
+    return first is not None and second is not None and _text(first) == _text(second)
+
+
+@functools.cache
+def _pivots(op: OpOverload) -> list[int]:
+    """Return where an op takes rows counted from one: LAPACK would read before the first for a zero."""
+    return [a.position for a in schema_of(op).arguments if a.name.endswith("pivots") and not a.mutated]
 
 
 def says_anything(op: OpOverload, error: Exception) -> bool:
@@ -133,29 +222,6 @@ def says_anything(op: OpOverload, error: Exception) -> bool:
     if isinstance(error, NotImplementedError) and "not implemented for '" not in text:
         return False  # the CPU has no such op
     return not (_NO_KERNEL.search(text) or (op._schema.name in _ACCEPTED and "not implemented for" in text))
-
-
-@contextlib.contextmanager
-def _recorded() -> Iterator[Warnings]:
-    """Keep the warnings of this file from being shown.
-
-    ``warnings.catch_warnings`` would make Python show old warnings again each time.
-    """
-    given: Warnings = []
-    shown = warnings.showwarning
-
-    def keep(message: Any, category: type[Warning], filename: str, *more: Any, **named: Any) -> None:
-        if filename != __file__:
-            shown(message, category, filename, *more, **named)
-        elif _REPEATED not in str(message):  # the Meta kernel says so
-            given.append((category, str(message)))
-
-    globals().get("__warningregistry__", {}).clear()  # it would keep a text from being given twice
-    warnings.showwarning = keep
-    try:
-        yield given
-    finally:
-        warnings.showwarning = shown
 
 
 def warning(plan: Callable[..., Any], given: Warnings) -> Callable[..., Any]:
@@ -238,7 +304,7 @@ def compact(values: Values, sizes: dict[int, int], filled: bool = False) -> Valu
 def _replaced(value: Any, make: Callable[[Tensor], Tensor], sizes: dict[int, int]) -> Any:
     """Return an argument with tensors that ``make`` made, and sizes that go with them."""
     if isinstance(value, Tensor):
-        return make(value) if value.device.type == "jax" else value
+        return make(value) if value.device.type in ("jax", "meta") else value
     if isinstance(value, (list, tuple)):
         return [_replaced(item, make, sizes) for item in value]
     if isinstance(value, torch.device):
@@ -250,5 +316,9 @@ def _replaced(value: Any, make: Callable[[Tensor], Tensor], sizes: dict[int, int
 
 def tensors_of(values: Values) -> list[Tensor]:
     """Return the "jax" tensors of a call, those in lists among them."""
+    return [tensor for tensor in _tensors(values) if tensor.device.type == "jax"]
+
+
+def _tensors(values: Values) -> list[Tensor]:
     flat = [item for v in values for item in (v if isinstance(v, (list, tuple)) else (v,))]
-    return [v for v in flat if isinstance(v, Tensor) and v.device.type == "jax"]
+    return [v for v in flat if isinstance(v, Tensor)]

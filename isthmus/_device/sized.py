@@ -12,6 +12,7 @@ from torch._ops import OpOverload
 from isthmus._device import refusals
 from isthmus._device.buffer import wrap
 from isthmus._device.generations import Generations
+from isthmus._device.inference import Warnings
 from isthmus._graph.schema import functional_of, schema_of
 from isthmus._ops.registry import registry
 from isthmus._runtime import compiler
@@ -29,7 +30,7 @@ class SizedKernel:
         self.op, self.schema = op, schema_of(op)
         self.lowering = registry[functional_of(op) or op]
         self.generations = Generations()
-        self.asked: dict[Any, refusals.Warnings] = {}  # what the CPU warns of, by what it was asked
+        self.asked: dict[Any, Warnings] = {}  # what the CPU warns of, by what it was asked
 
     def entry(self, *args: Any, **kwargs: Any) -> Any:
         """Run one call."""
