@@ -12,6 +12,7 @@ from isthmus._device import (
     assertions,
     attention,
     batchnorm,
+    composites,
     ctc,
     factories,
     factors,
@@ -36,6 +37,7 @@ _own = {
     **assertions.KERNELS,
     **attention.KERNELS,
     **batchnorm.KERNELS,
+    **composites.KERNELS,
     **ctc.KERNELS,
     **rnn.KERNELS,
     **views.KERNELS,
@@ -90,7 +92,8 @@ def _register_lowering(entry: Lowering) -> None:
 for _name, _function in _own.items():
     hide_from_dynamo(_function)
     _library("aten").impl(_name, _function, "PrivateUse1")
-for _name, _function in (attention.AUTOGRAD_KERNELS | traced.AUTOGRAD_KERNELS).items():
+_autograd = attention.AUTOGRAD_KERNELS | composites.AUTOGRAD_KERNELS | traced.AUTOGRAD_KERNELS
+for _name, _function in _autograd.items():
     hide_from_dynamo(_function)
     _library("aten").impl(_name, _function, "AutogradPrivateUse1")
 for _lowering in list(registry.values()):

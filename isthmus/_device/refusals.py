@@ -46,6 +46,7 @@ _LARGEST = 1 << 20
 _KEPT = 3
 # The CPU has no kernel for a type: of these CUDA has many, and so may the device.
 _NO_KERNEL = re.compile(r"not implemented for '(Half|BFloat16|ComplexHalf|Float[48]\w*|UInt\d+|Q\w+)'")
+_NO_SUCH_OP = ("Could not run", "tensor backend other than CPU")
 # CUDA accepts these where the CPU lacks a kernel for integers.
 _ACCEPTED = {"aten::histc"}
 # The device's own name of an op says nothing on the CPU.
@@ -219,8 +220,8 @@ def says_anything(op: OpOverload, error: Exception) -> bool:
     if isinstance(error, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
         return False
     text = str(error)
-    if isinstance(error, NotImplementedError) and "not implemented for '" not in text:
-        return False  # the CPU has no such op
+    if any([words in text for words in _NO_SUCH_OP]):
+        return False
     return not (_NO_KERNEL.search(text) or (op._schema.name in _ACCEPTED and "not implemented for" in text))
 
 
@@ -244,8 +245,8 @@ def attempt(op: OpOverload, values: Values) -> None:
     try:
         on_cpu(_SAME_AS.get(op, op), values)
     except Exception as error:
-        if "Could not run" in str(error):
-            return  # the CPU has no such op, which says nothing about the call
+        if any([words in str(error) for words in _NO_SUCH_OP]):
+            return  # which says nothing about the call
         raise error.with_traceback(None) from None
 
 

@@ -19,12 +19,13 @@ from torch.fx import Graph, Node
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from isthmus._device import refusals
+from isthmus._device.inference import Warnings
 from isthmus._graph.schema import schema_of
 from isthmus._runtime.dtypes import to_torch_dtype
 from isthmus._runtime.lines import warn_user
 
 _LIMIT = 4096
-_answers: dict[Any, str | None] = {}
+_answers: dict[Any, tuple[Warnings, str | None]] = {}
 
 
 class Refused(Exception):
@@ -32,7 +33,7 @@ class Refused(Exception):
 
 
 def check(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Raise ``Refused`` if the CPU refuses a call; its tensors are arrays, or fake."""
+    """Raise ``Refused`` if the CPU refuses a call, and give its warnings; tensors are arrays, or fake."""
     if op.namespace != "aten":
         return
     values = tree_map(_blank, schema_of(op).ordered(args, kwargs))
@@ -42,12 +43,12 @@ def check(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         if len(_answers) >= _LIMIT:
             _answers.clear()
         given, error = refusals.refusal(op, values)
-        for category, text in given:
-            warn_user(category, text)
-        _answers[key] = None if error is None else f"{op}: {type(error).__name__}: {error}"
-    answer = _answers[key]
+        _answers[key] = given, None if error is None else f"{op}: {type(error).__name__}: {error}"
+    given, answer = _answers[key]
     if answer is not None:
         raise Refused(answer)
+    for category, text in given:
+        warn_user(category, text)
 
 
 def _flat(values: Any) -> list[Any]:

@@ -408,7 +408,9 @@ def outcome(call: Call, prepared: Prepared, device: str) -> Outcome:
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.view(torch.uint8) if one.dim() else one, other.view(torch.uint8) if one.dim() else other)
+    return torch.equal(
+        one.view(torch.uint8) if one.dim() else one, other.view(torch.uint8) if one.dim() else other
+    )
 
 
 def differs(call: Call) -> str | None:
@@ -509,9 +511,7 @@ def main() -> None:
 
     isthmus.config.fallback, isthmus.config.check_indices = "cpu", "now"
     tally = Tally()
-    trace = open("/tmp/fuzz.trace","w")
     for call in map(Call.parse, given.names) if given.names else calls(given.seed, given.calls):
-        print(call, file=trace, flush=True)
         difference = tally.add(call)
         if difference or given.names:
             print(call, difference, flush=True)
