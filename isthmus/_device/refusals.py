@@ -70,15 +70,18 @@ def check(op: OpOverload, values: Values, readable: bool = True, meta: Warnings 
     kernel, which are right about sizes where the stand-ins have others.
     """
     # Some Meta kernels treat what is written in place as an ``out=``, and warn that they resize it.
-    said = [w for w in meta or [] if schema_of(op).has_out or _RESIZED not in w[1]]
-    if op.namespace != "aten":
+    said = [w for w in meta or [] if _RESIZED not in w[1]]
+    if op.namespace != "aten" or not _is_sound(op, values):
         return said  # a library's op may do anything
     make, exact = _choice(op, values)
     if make is None:
         return said
     given, error = ask(op, make(values))
     if error is None:
-        return given if exact else [*said, *(w for w in given if _TYPES.search(w[1]) and w not in said)]
+        if exact:
+            return given
+        sizes = make.keywords["sizes"]
+        return [*said, *(_resized(w, sizes) for w in given if _TYPES.search(w[1]) or _RESIZED in w[1])]
     if OVERLAP in str(error):
         raise error.with_traceback(None) from None
     text = _text(error)
@@ -96,10 +99,30 @@ def check(op: OpOverload, values: Values, readable: bool = True, meta: Warnings 
     return said
 
 
+def _resized(warning: tuple[type[Warning], str], sizes: dict[int, int]) -> tuple[type[Warning], str]:
+    """Return a warning about stand-ins with the sizes they stand for."""
+    back = {small: large for large, small in sizes.items()}
+    lists = lambda m: re.sub(r"\d+", lambda n: str(back.get(int(n[0]), n[0])), m[0])  # noqa: E731
+    return warning[0], re.sub(r"\[[\d, ]+\]", lists, warning[1])
+
+
+def _is_sound(op: OpOverload, values: Values) -> bool:
+    """Return whether the CPU can be asked at all: the kernels of some norms do not look whether sizes fit."""
+    name, x = op._schema.name, values[0] if values else None
+    if not isinstance(x, Tensor) or "_norm" not in name:
+        return True
+    if op is _GROUP_NORM:
+        return bool(values[3] * values[4] * values[5] == x.numel())
+    if "batch_norm" not in name or "backward" in name:
+        return True
+    others = [v for v in values[1:] if isinstance(v, Tensor) and v.dim() == 1]
+    return x.dim() > 1 and all([other.numel() == x.shape[1] for other in others])
+
+
 def refusal(op: OpOverload, values: Values) -> tuple[Warnings, Exception | None]:
     """Return the warnings and the refusal of the CPU for a call in a graph, whose tensors have no values."""
     make, exact = _small(op, values, _tensors(values))
-    if op.namespace != "aten" or make is None:
+    if op.namespace != "aten" or make is None or not _is_sound(op, values):
         return [], None
     given, error = ask(op, make(values))
     if error is None:
@@ -128,7 +151,7 @@ def _note_artifact(op: OpOverload, error: Exception) -> None:
     _artifacts.add((op, _text(error)))
 
 
-def _choice(op: OpOverload, values: Values) -> tuple[Callable[..., Values] | None, bool]:
+def _choice(op: OpOverload, values: Values) -> tuple[Any, bool]:
     """Return what makes stand-ins for a call, None where nothing can, and whether they have its tensors' sizes."""
     tensors = tensors_of(values)
     if sum([buffer_of(t).signature.nbytes for t in tensors]) <= _BYTES and op not in _MISPLACING:
@@ -136,9 +159,7 @@ def _choice(op: OpOverload, values: Values) -> tuple[Callable[..., Values] | Non
     return _small(op, values, tensors)
 
 
-def _small(
-    op: OpOverload | None, values: Values, tensors: list[Tensor]
-) -> tuple[Callable[..., Values] | None, bool]:
+def _small(op: OpOverload | None, values: Values, tensors: list[Tensor]) -> tuple[Any, bool]:
     """Return the same for stand-ins that share no memory, of smaller sizes if there is need."""
     if sum([t.numel() for t in tensors]) <= _ELEMENTS:
         return functools.partial(compact, sizes={}), True

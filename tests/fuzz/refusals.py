@@ -37,9 +37,10 @@ DTYPES += [torch.float32, torch.float64, torch.complex64]
 # The device has the strided layout only.
 _SPARSE = {"sparse.sampled_addmm", "sparse.mm", "sparse.mm.reduce", "to_sparse"}
 # The CPU's own kernels read or write out of bounds when these are wrong: strides, pivots of another size, an ``out=``
-# with strides that are ignored.
+# with strides that are ignored, statistics of another size.
 _UNSAFE = {"as_strided", "as_strided.partial_views", "as_strided_scatter", "lu_unpack", "lu_solve"}
 _UNSAFE |= {"linalg.lu_solve", "linalg.ldl_solve", "nn.functional.avg_pool3d", "narrow_copy"}
+_UNSAFE |= {"_native_batch_norm_legit", "_batch_norm_with_update", "native_batch_norm"}
 _SAMPLES = 12
 # A half type the CPU has no kernel for says nothing: CUDA has one, and so may the device.
 NO_REFERENCE = re.compile(r"not implemented for '(Half|BFloat16|ComplexHalf)'|mkldnn|MKLDNN")
