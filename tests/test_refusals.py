@@ -236,24 +236,23 @@ def test_old_warnings_are_not_shown_again() -> None:
 
 # ---- calls made at random
 
-CHUNK = 250
-CALLS = 20_000
+CHUNKS = refusals.CALLS // refusals.CHUNK
 
 
 @pytest.mark.usefixtures("lenient")
 @pytest.mark.parametrize(
     "seed",
-    [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, CALLS // CHUNK))],
+    [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, CHUNKS))],
 )
 def test_calls_made_at_random_are_refused_as_on_the_cpu(seed: int, record_property: Any) -> None:
     tally = refusals.Tally()
-    for call in refusals.calls(seed, CHUNK):
+    for call in refusals.calls(seed, refusals.CHUNK):
         tally.add(call)
     print(tally)
     record_property("refusals", str(tally))
     assert not tally.unlisted, "\n".join([str(tally), *tally.unlisted])
     # Ninety-nine of a hundred agree; a chunk is small enough for one more to differ by chance.
-    assert tally.counts["differ"] <= 1 + CHUNK // 100, tally.listed
+    assert tally.counts["differ"] <= 1 + refusals.CHUNK // 100, tally.listed
 
 
 @pytest.mark.usefixtures("lenient")

@@ -39,14 +39,14 @@ Values = tuple[Any, ...]
 OVERLAP = "unsupported operation:"
 """How torch begins to refuse a write to memory that is shown twice or read at the same time."""
 # Bytes and elements that stand in as they are: the CPU's answer takes microseconds, compiling takes milliseconds.
-_BYTES, _ELEMENTS = 1 << 15, 1 << 12
+_BYTES, _ELEMENTS = 1 << 17, 1 << 14
 # Elements the CPU may be shown to settle a doubt, which takes milliseconds, once per op and words.
 _LARGEST = 1 << 20
 # Sizes up to this one stay: dims of length one broadcast, two or three are often meant.
 _KEPT = 3
 # The CPU has no kernel for a type: of these CUDA has many, and so may the device.
 _NO_KERNEL = re.compile(r"not implemented for '(Half|BFloat16|ComplexHalf|Float[48]\w*|UInt\d+|Q\w+)'")
-_NO_SUCH_OP = ("Could not run", "tensor backend other than CPU")
+_NO_SUCH_OP = ("Could not run", "overrideable not implemented")
 # CUDA accepts these where the CPU lacks a kernel for integers.
 _ACCEPTED = {"aten::histc"}
 # The device's own name of an op says nothing on the CPU.

@@ -3,7 +3,7 @@
 A call is a sample of torch's op_db with one change: a tensor's dtype, a size, a number, what ``out=`` is, what shares
 memory with what. Its name says all of it, so a call that differs is run again by its name alone::
 
-    python -m tests.fuzz.refusals --calls 20000 --seed 0        # numbers, and each call that differs
+    python -m tests.fuzz.refusals --seeds 0 80                  # numbers, and each call that differs
     python -m tests.fuzz.refusals index_add/float32/3/dtype/17  # one call
 """
 
@@ -42,6 +42,8 @@ _UNSAFE = {"as_strided", "as_strided.partial_views", "as_strided_scatter", "lu_u
 _UNSAFE |= {"linalg.lu_solve", "linalg.ldl_solve", "nn.functional.avg_pool3d", "narrow_copy"}
 _UNSAFE |= {"_native_batch_norm_legit", "_batch_norm_with_update", "native_batch_norm"}
 _SAMPLES = 12
+CHUNK = 250
+CALLS = 20_000
 # A half type the CPU has no kernel for says nothing: CUDA has one, and so may the device.
 NO_REFERENCE = re.compile(r"not implemented for '(Half|BFloat16|ComplexHalf)'|mkldnn|MKLDNN")
 
@@ -505,17 +507,21 @@ def main() -> None:
     """Make calls and print how they went."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("names", nargs="*", help="calls to make, by name")
-    parser.add_argument("--calls", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--seeds", type=int, nargs=2, default=(0, 1), help=f"{CHUNK} calls for each from .. to"
+    )
     given = parser.parse_args()
     import isthmus
 
     isthmus.config.fallback, isthmus.config.check_indices = "cpu", "now"
     tally = Tally()
-    for call in map(Call.parse, given.names) if given.names else calls(given.seed, given.calls):
+    made = itertools.chain.from_iterable(calls(seed, CHUNK) for seed in range(*given.seeds))
+    for call in map(Call.parse, given.names) if given.names else made:
         difference = tally.add(call)
         if difference or given.names:
             print(call, difference, flush=True)
+        if sum(tally.counts.values()) % 1000 == 0:
+            print(tally, flush=True)
     print(tally)
 
 
