@@ -10,7 +10,7 @@ import jax
 import torch
 from torch import Tensor
 
-from isthmus._device import checks, decompose, derivatives, fallback, inference, writes
+from isthmus._device import checks, decompose, derivatives, fallback, inference, refusals, writes
 from isthmus._device.buffer import Buffer, Signature, buffer_of, check_reach, maker
 from isthmus._device.module import check_device
 from isthmus._device.mutation import Mutation
@@ -40,7 +40,7 @@ def build(
     ``finish`` makes the plan once a tier is found; by default it compiles a program.
     """
     finish = finish or (lambda builder: builder.plan(inputs))
-    shown = writes.tensors_in(values)
+    shown = refusals.tensors_of(values)
     for tensor in shown:
         check_reach(tensor)
     plan = _plan_for(kernel, inputs, values, traced, finish)
@@ -50,7 +50,7 @@ def build(
 
 def _looking(plan: Plan) -> Plan:
     def run(inputs: list[Any], values: Values) -> Any:
-        for tensor in writes.tensors_in(values):
+        for tensor in refusals.tensors_of(values):
             check_reach(tensor)
         return plan(inputs, values)
 
@@ -61,7 +61,6 @@ def _plan_for(kernel: Kernel, inputs: list[Any], values: Values, traced: bool, f
     if not kernel.schema.mutated:
         return _choose(kernel, inputs, values, traced, finish)
     writes.check_new(kernel.op, values)
-    writes.check_aliases(kernel.op, values)
     if writes.repeats_in_lists(kernel.op, values):
         return lambda _, values: _one_by_one(kernel, values)
     return writes.guarded(kernel.op, values, _choose(kernel, inputs, values, traced, finish))
@@ -84,24 +83,28 @@ def _choose(kernel: Kernel, inputs: list[Any], values: Values, traced: bool, fin
         return _elsewhere(kernel, device)
     tier: Tier | None = kernel.lowering or decompose.function_for(kernel.functional)
     reason = "nothing lowers it"
+    meta: inference.Warnings = []
     try:
-        found = inference.infer(kernel.op, values, share=bool(kernel.schema.mutated))
+        share = bool(kernel.schema.mutated)
+        found, meta = inference.recorded(lambda: inference.infer(kernel.op, values, share=share))
     except Exception as error:
         if traced:
             raise
         # The CPU says what is wrong in the words users know; if it finds nothing wrong, it answers.
-        fallback.attempt(kernel.op, values)
+        refusals.attempt(kernel.op, values)
         tier, found, reason = None, None, f"torch could not infer its result: {error}"
     if tier is not None:
+        result = found[0] if found is not None else ()
+        warned = refusals.check(kernel.op, values, not traced, meta, result)
         try:
-            return finish(Builder(kernel, tier, inputs, values, found, traced))
+            return refusals.warning(finish(Builder(kernel, tier, inputs, values, found, traced)), warned)
         except torch.OutOfMemoryError:
             raise  # the CPU might try, and take the machine's memory
         except Exception as error:
             if traced:
                 raise
             reason = f"its lowering failed: {type(error).__name__}: {error}"
-            fallback.attempt(kernel.op, values)  # what the CPU refuses as well is refused in its words
+            refusals.attempt(kernel.op, values)  # what the CPU refuses as well is refused in its words
     if traced:
         raise IsthmusError(f"{kernel.op} cannot run inside a trace: {reason}")
     fallback.permit(kernel.op, kernel.schema.named(values), reason)

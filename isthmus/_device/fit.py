@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from isthmus._device import fallback
-from isthmus._device.writes import stand_ins
+from isthmus._device import refusals
 from isthmus._graph.schema import Schema
 
 Suspicion = Callable[[Any, Any, Any], bool]
@@ -78,7 +77,7 @@ def refuse(op: OpOverload, values: tuple[Any, ...]) -> None:
     """Raise what the CPU raises for a call with a suspicious number, if it does."""
     key = (op, *[value.dtype if isinstance(value, Tensor) else repr(value) for value in values])
     if key not in _fine:
-        fallback.attempt(op, stand_ins(values))
+        refusals.attempt(op, refusals.stand_ins(values))
         if len(_fine) >= _LIMIT:
             _fine.clear()
         _fine.add(key)

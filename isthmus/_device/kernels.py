@@ -18,6 +18,7 @@ from isthmus._device import (
     assertions,
     attention,
     batchnorm,
+    composites,
     ctc,
     factories,
     factors,
@@ -45,6 +46,7 @@ _own = {
     **assertions.KERNELS,
     **attention.KERNELS,
     **batchnorm.KERNELS,
+    **composites.KERNELS,
     **ctc.KERNELS,
     **rnn.KERNELS,
     **views.KERNELS,
@@ -113,7 +115,7 @@ def _register_by_hand(name: str, kernel: Callable[..., Any], key: str) -> None:
 
 for _name, _function in _own.items():
     _register_by_hand(_name, _function, "PrivateUse1")
-for _module in (attention, modules, random_factories, traced):
+for _module in (attention, composites, modules, random_factories, traced):
     for _name, _function in _module.AUTOGRAD_KERNELS.items():
         _register_by_hand(_name, _function, "AutogradPrivateUse1")
 for _lowering in list(registry.values()):

@@ -91,6 +91,11 @@ def has_kernel(op: OpOverload, key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
 
 
+def without_torch_function() -> Any:
+    """Return a guard under which no mode or subclass of the user's sees calls of ours."""
+    return torch._C.DisableTorchFunction()
+
+
 @optional("after a graph break Dynamo may try to compile the device's own kernels", lambda function: None)
 def hide_from_dynamo(function: Any) -> None:
     """Keep Dynamo from compiling a kernel, and what it calls, when code it could not trace runs in Python."""

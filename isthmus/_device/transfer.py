@@ -141,10 +141,8 @@ def equal(self: Tensor, other: Tensor) -> bool:
             f"Expected all tensors to be on the same device, but found at least two devices, {self.device} "
             f"and {other.device}!"
         )
-    if self.dtype != other.dtype:
-        raise RuntimeError(
-            f"Expected object of data type {self.dtype} but got data type {other.dtype} for argument 'other'"
-        )
+    if self.dtype != other.dtype:  # older versions of torch refuse that, newer ones promote
+        torch.equal(torch.zeros(1, dtype=self.dtype), torch.zeros(1, dtype=other.dtype))
     return self.shape == other.shape and bool((self == other).all())
 
 

@@ -49,6 +49,8 @@ def as_strided_(self: Tensor, size: Any, stride: Any, storage_offset: int | None
 
 def resize_(self: Tensor, size: Any, *, memory_format: Any = None) -> Tensor:
     """Give ``self`` another size, its storage grown if it must be, elements kept in storage order."""
+    if memory_format is None and tuple(self.shape) == tuple(size):
+        return self  # with the strides it has
     if memory_format is torch.channels_last or memory_format is torch.channels_last_3d:
         stride = torch.empty(size, device="meta", memory_format=memory_format).stride()
     else:
