@@ -16,7 +16,7 @@ def main() -> None:
     """Write the file, old forms and new ones, sorted."""
     forms = {op: list(known) for op, known in known_forms().items()}
     added = 0
-    for name in sorted(attempted):
+    for name in sorted(name for name in attempted if name.startswith(("aten.", "prims."))):
         space, packet, overload = name.split(".")
         op = getattr(getattr({"aten": aten, "prims": prims}[space], packet), overload)
         if isinstance(op, Missing):

@@ -76,7 +76,7 @@ def check(
     if op.namespace != "aten" or not _is_sound(op, values):
         return said  # a library's op may do anything
     # A small call may have a large result (``full``, ``outer``), which the CPU would have to compute.
-    made = sum([t.numel() for t in _tensors(result if isinstance(result, (list, tuple)) else (result,))])
+    made = sum([t.numel() for t in _tensors((result,))])
     make, exact = _choice(op, values) if made <= _LARGEST else (None, False)
     if make is None:
         return said
@@ -357,5 +357,6 @@ def tensors_of(values: Values) -> list[Tensor]:
 
 
 def _tensors(values: Values) -> list[Tensor]:
+    """Return the tensors of a call or its results, those in lists among them."""
     flat = [item for v in values for item in (v if isinstance(v, (list, tuple)) else (v,))]
     return [v for v in flat if isinstance(v, Tensor)]
