@@ -75,6 +75,8 @@ def check(
     said = [w for w in meta or [] if _RESIZED not in w[1]]
     if op.namespace != "aten" or not _is_sound(op, values):
         return said  # a library's op may do anything
+    if not readable and torch.int32 in [t.dtype for t in tensors_of(values)]:
+        return said  # in a trace of JAX's, whose integers are these: targets and indices as much as others
     # A small call may have a large result (``full``, ``outer``), which the CPU would have to compute.
     made = sum([t.numel() for t in _tensors((result,))])
     make, exact = _choice(op, values) if made <= _LARGEST else (None, False)
@@ -95,7 +97,7 @@ def check(
     if again is None or _text(again) != text:
         return said  # it was about values
     if not readable or mode.current.capture is not None:
-        if _is_certain(op, values, error, exact):
+        if _is_certain(op, values, error, again, exact):
             raise error.with_traceback(None) from None
         return said
     attempt(op, values)
@@ -134,14 +136,21 @@ def refusal(op: OpOverload, values: Values) -> tuple[Warnings, Exception | None]
     _, again = ask(op, make(values, filled=True))
     if again is None or _text(again) != _text(error):
         return [], None  # it was about values
-    return [], error if _is_certain(op, values, error, exact) else None
+    return [], error if _is_certain(op, values, error, again, exact) else None
 
 
-def _is_certain(op: OpOverload, values: Values, error: Exception, exact: bool) -> bool:
-    """Return whether what the CPU said of stand-ins holds for a call whose values cannot be read."""
-    if exact or _TYPES.search(str(error)):
+def _is_certain(op: OpOverload, values: Values, error: Exception, again: Exception, exact: bool) -> bool:
+    """Return whether what the CPU said of zeros and of ones holds for a call whose values cannot be read."""
+    if str(error) != str(again):
+        return False  # sizes in it depend on values
+    if _TYPES.search(str(error)):
         return True
-    if (op, _text(error)) in _artifacts or sum([t.numel() for t in _tensors(values)]) > _LARGEST:
+    tensors = _tensors(values)
+    if not all([t.dtype.is_floating_point or t.dtype.is_complex for t in tensors]):
+        return False  # indices, lengths and masks: no zeros and ones are like theirs
+    if exact:
+        return True
+    if (op, _text(error)) in _artifacts or sum([t.numel() for t in tensors]) > _LARGEST:
         return False
     _, whole = ask(op, compact(values, {}))
     if whole is None:
