@@ -25,7 +25,7 @@ def register() -> None:
             return
         _check_first()
         _state["with torch"] = getattr(torch.__spec__, "_initializing", False)
-        from isthmus._device import autocast, module, modules, objects
+        from isthmus._device import autocast, module, modules, objects, scripted
 
         _setup_privateuseone_for_python_backend(
             "jax", backend_module=module, hook=_Hooks(), device_guard=_Guard()
@@ -37,6 +37,7 @@ def register() -> None:
         _state["pass autocast"] = autocast.allow()
         objects.install()
         modules.install()
+        scripted.install()
         _serve_accelerator()
         _warn_of_rival()
 
