@@ -138,3 +138,55 @@ def test_a_zero_scalar_of_the_cpu_divides_no_integer() -> None:
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         x % torch.tensor([1, 0])[1]
     assert (x % torch.tensor([0, 2])[1]).tolist() == [0, 1, 0]
+
+
+# Not reciprocal, rsqrt and sigmoid: torch's quotients of complex numbers are nan where others have an answer.
+COMPLEX = ["exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "abs", "angle", "square", "sgn"]
+COMPLEX += ["sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh"]
+PARTS = [0.0, -0.0, 1.0, -1.0, 0.5, -2.0, INF, -INF, NAN, math.pi / 2]
+LARGE = {
+    "sin": [88.9j, 1 - 88.9j, -710j],
+    "cos": [88.9j, 1 - 88.9j, 710j],
+    "sinh": [88.9],
+    "cosh": [-88.9, 710],
+}
+LARGE |= {
+    "log": [1e30 + 1j],
+    "asinh": [1e30 - 1e30j],
+    "atan": [1e30j],
+    "log1p": [-1 + 1e-30j],
+    "atanh": [1 + 1e-30j],
+}
+
+
+def in_parts(result: Tensor) -> Tensor:
+    return torch.view_as_real(result) if result.is_complex() else result[..., None]
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+@pytest.mark.parametrize("name", COMPLEX)
+def test_complex_functions_at_infinity_and_on_their_cuts(name: str, dtype: torch.dtype) -> None:
+    numbers = [complex(x, y) for x, y in itertools.product(PARTS, PARTS)] + LARGE.get(name, [])
+    given = torch.tensor(numbers, dtype=dtype)
+    if name == "log1p":  # an infinite imaginary part alone is nan or not, by the real part, on the CPU
+        given = given[~(given.imag.isinf() & given.real.isfinite())]
+    if name == "sgn":  # the CPU's vectors and its single numbers differ
+        given = given[given.real.isfinite() & given.imag.isfinite()]
+    call = getattr(torch, name)
+    got, want = in_parts(call(given.to("jax")).cpu()), in_parts(call(given))
+    # A part far smaller than the other has that one's rounding errors.
+    size = want.abs().nan_to_num(0, 0, 0).amax(-1, keepdim=True) * torch.finfo(dtype).eps * 64
+    same = torch.isclose(got, want, rtol=1e-4, atol=0, equal_nan=True) | ((got - want).abs() <= size)
+    wrong = ~same.all(-1)
+    assert not wrong.any(), (given[wrong][:5], got[wrong][:5], want[wrong][:5])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_complex_functions_in_every_mode(mode: str) -> None:
+    given = torch.tensor([complex(-INF, NAN), complex(INF, NAN), complex(-1.0, -0.0), complex(NAN, INF)])
+    for got, want in zip(
+        in_mode(lambda x: [x.exp(), x.sqrt(), x.log(), x.abs()], mode)(given.to("jax")),
+        [given.exp(), given.sqrt(), given.log(), given.abs()],
+        strict=True,
+    ):
+        torch.testing.assert_close(in_parts(got.cpu()), in_parts(want), equal_nan=True)

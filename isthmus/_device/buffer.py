@@ -11,7 +11,7 @@ import torch
 
 from isthmus._device import mode
 from isthmus._device.private import empty_tensor, restride
-from isthmus._graph.layout import Spec, contiguous_strides, span, storage_shape
+from isthmus._graph.layout import Spec, contiguous_strides, is_as_made, span, storage_shape
 from isthmus._graph.nodes import Node
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
 from isthmus._runtime.private import is_traced
@@ -103,7 +103,10 @@ def buffer_of(tensor: torch.Tensor) -> Buffer:
 
 def wrap(value: Array, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return a new contiguous tensor that holds ``value``."""
-    return attach(empty_tensor(tuple(value.shape), dtype or to_torch_dtype(value.dtype)), value)
+    size = tuple(value.shape)
+    if 0 in size:
+        return wrap_strided(value, size, contiguous_strides(size), dtype or to_torch_dtype(value.dtype))
+    return attach(empty_tensor(size, dtype or to_torch_dtype(value.dtype)), value)
 
 
 def attach(tensor: torch.Tensor, value: Array) -> torch.Tensor:
@@ -129,7 +132,7 @@ def maker(spec: Spec, traced: bool) -> Callable[[Array], torch.Tensor]:
     if traced:
         return lambda value: wrap_strided(value, size, stride, dtype)
     signature = Signature.intern(storage_shape(size, stride), to_jax_dtype(dtype))
-    contiguous = stride == contiguous_strides(size)
+    contiguous = is_as_made(size, stride)
 
     def make(value: Array) -> torch.Tensor:
         tensor = empty_tensor(size, dtype)

@@ -16,7 +16,7 @@ from isthmus._device.module import check_device
 from isthmus._device.mutation import Mutation
 from isthmus._device.plan import Slot, Static, contiguous_specs, fill, flatten, slot_for, store
 from isthmus._device.private import empty_tensor
-from isthmus._graph.layout import Spec, contiguous_strides
+from isthmus._graph.layout import Spec, is_as_made
 from isthmus._graph.schema import ABSENT
 from isthmus._ops.checks import Checks, collecting
 from isthmus._runtime import compiler, memory
@@ -262,7 +262,7 @@ def _slots(kernel: Kernel, values: Values) -> dict[str, Slot]:
 def _single(call: Callable[..., Any], make: Callable[[Any], Tensor], spec: Spec, traced: bool) -> Plan:
     """Return the plan of an op with one result: the shortest path there is."""
     size, dtype = spec.size, spec.dtype
-    if traced or spec.stride != contiguous_strides(size):
+    if traced or not is_as_made(size, spec.stride):
         return lambda inputs, values: make(call(*inputs)[0])
     signature = Signature.intern(size, to_jax_dtype(dtype))
 

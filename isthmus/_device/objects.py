@@ -165,6 +165,28 @@ def _set_from_file(storage: Any, *args: Any) -> Any:
     return storage
 
 
+def _swap_data_ptr_(storage: Any, other: Any) -> None:
+    """Exchange what two storages hold; every tensor on either sees it."""
+    if contents(other) is None:
+        raise RuntimeError(
+            f"_swap_data_ptr_: storages must be on the same device, got {storage.device} and {other.device}"
+        )
+    sizes = _nbytes(storage), _nbytes(other)
+    if sizes[0] != sizes[1] and 0 not in sizes:
+        raise RuntimeError(
+            f"_swap_data_ptr_: storages must have the same nbytes or one must have 0, got {sizes[0]} and {sizes[1]}"
+        )
+    held = [
+        {name: getattr(each, name) for name in ("_buffer", "_bytes") if hasattr(each, name)}
+        for each in (storage, other)
+    ]
+    for each, old, new in ((storage, *held), (other, *reversed(held))):
+        for name in old:
+            delattr(each, name)
+        for name, value in new.items():
+            setattr(each, name, value)
+
+
 def _refuse(storage: Any, *args: Any, **kwargs: Any) -> Any:
     raise RuntimeError(
         "a tensor on device 'jax' cannot be shared with another process; send tensor.cpu() instead"
@@ -186,6 +208,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "fill_": _fill_,
     "__setitem__": _set_item,
     "_set_from_file": _set_from_file,
+    "_swap_data_ptr_": _swap_data_ptr_,
     "is_shared": lambda storage: False,
     "resizable": lambda storage: True,
     **{name: _on_host(name) for name in ("__getitem__", "__iter__", "tolist", "_write_file", "_byteswap")},

@@ -50,7 +50,7 @@ _ACCELERATOR = (
     "_accelerator_getMemoryInfo", "_accelerator_getDeviceCapability", "_accelerator_synchronizeDevice",
 )  # fmt: skip
 _MEASURED = ("nbytes", "__len__", "data_ptr")
-_COPIED = ("cpu", "clone", "copy_", "resize_", "fill_", "__setitem__", "_set_from_file")
+_COPIED = ("cpu", "clone", "copy_", "resize_", "fill_", "__setitem__", "_set_from_file", "_swap_data_ptr_")
 _READ = ("__getitem__", "__iter__", "tolist", "_write_file", "_byteswap")
 _SHARED = ("is_shared", "resizable", "share_memory_", "_share_fd_cpu_", "_share_filename_cpu_")
 
@@ -77,6 +77,22 @@ TABLE: tuple[Patch, ...] = (
         "__new__",
         IMPORT,
         "torch.UntypedStorage(8, device='jax') reads through a null pointer and ends the process; torch.load gets here",
+    ),
+    Patch(
+        "torch.jit",
+        "load",
+        IMPORT,
+        "map_location='jax' reads a file into memory that is not there, and may be the first that is done with the device",
+    ),
+    *(
+        Patch(
+            f"torch.jit.{owner}",
+            name,
+            TENSOR,
+            "torch's C++ writes the memory behind a storage, and a 'jax' storage has none: the file had no weights",
+        )
+        for owner in ("RecursiveScriptModule", "ScriptModule")
+        for name in ("save_to_buffer", "save")
     ),
     *(
         Patch(

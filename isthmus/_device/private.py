@@ -232,6 +232,11 @@ def is_plain_in_memory(tensor: torch.Tensor) -> bool:
     return not any([keys.has(key) for key in _OTHER_MEMORY])
 
 
+def scripted_tensors(module: Any) -> list[tuple[str, Any]]:
+    """Return the parameters and buffers of the C++ object behind one ``torch.jit.ScriptModule``, by name."""
+    return [*torch._C.ParameterDict(module).items(), *torch._C.BufferDict(module).items()]
+
+
 def _try_needed() -> None:
     """Use what the device needs once, so that a torch which changed it is found out at import, not in the middle."""
     with below_autograd(), without_autocast(), above_autograd():

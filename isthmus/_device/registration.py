@@ -28,7 +28,7 @@ def register() -> None:
             return
         _check_first()
         _state["with torch"] = getattr(torch.__spec__, "_initializing", False)
-        from isthmus._device import autocast, module, objects
+        from isthmus._device import autocast, module, objects, scripted
 
         _setup_privateuseone_for_python_backend(
             "jax", backend_module=module, hook=_Hooks(), device_guard=_Guard()
@@ -39,6 +39,7 @@ def register() -> None:
         private.hide_from_dynamo(_Guard.type_)
         _state["pass autocast"] = autocast.allow()
         objects.install_on_import()
+        scripted.install_loading()
         _serve_accelerator()
         _warn_of_rival()
 
@@ -94,9 +95,10 @@ def load() -> None:
     with _lock:
         before = set(sys.modules)
         try:
-            from isthmus._device import autocast, kernels, objects, private  # noqa: F401
+            from isthmus._device import autocast, kernels, objects, private, scripted  # noqa: F401
 
             objects.install()
+            scripted.install_saving()
             private.allow_flex_attention()
             library = autocast.install()
         except BaseException as error:

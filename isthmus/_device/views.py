@@ -125,6 +125,17 @@ def has_same_storage_numel(self: Tensor, other: Tensor) -> bool:
     return storage_length(self) == storage_length(other)
 
 
+def is_set_to(self: Tensor, tensor: Tensor) -> bool:
+    """Return whether two tensors show the same part of one storage in the same way."""
+    if self.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
+        return False
+    return _layout(self) == _layout(tensor)
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
 def _torchs_own(name: str, overload: str = "default") -> Any:
     op = getattr(getattr(_aten, name), overload)
     return lambda *args, **kwargs: redispatch_to_meta(op, *args, **kwargs)
@@ -141,6 +152,7 @@ KERNELS = {
     "_new_zeros_with_same_feature_meta": zeros_laid_out_as,
     "_lazy_clone": lazy_clone,
     "_has_same_storage_numel": has_same_storage_numel,
+    "is_set_to": is_set_to,
     "view": _torchs_own("view"),
     "view.dtype": _torchs_own("view", "dtype"),
     "_reshape_alias": _torchs_own("_reshape_alias"),

@@ -105,8 +105,11 @@ def _pow(a: Array, b: Array) -> Array:
     if jnp.issubdtype(a.dtype, jnp.integer):
         return _integer_pow(a, b)
     found = jnp.power(a, b)
-    # The logarithm of a complex zero is of no use.
-    return jnp.where((a == 0) & (b.real > 0), 0, found) if jnp.iscomplexobj(a) else found
+    if not jnp.iscomplexobj(a):
+        return found
+    # The logarithm of a complex zero is of no use, and that of an infinite number loses its parts.
+    found = jnp.where((a == 0) & (b.real > 0), 0, found)
+    return found if b.ndim else jnp.where(b == 2, a * a, jnp.where(b == 3, a * a * a, found))
 
 
 def _integer_pow(a: Array, b: Array) -> Array:
