@@ -87,9 +87,12 @@ def _load_then_call(op: Any, *args: Any, **kwargs: Any) -> Any:
 def load() -> None:
     """Load JAX and every kernel."""
     _check_in_time()
-    from isthmus._device import autocast, kernels, private  # noqa: F401
+    from isthmus._device import autocast, kernels, private, processes  # noqa: F401
+    from isthmus._runtime import forks
 
     if "autocast" not in _state:
+        forks.watch()
+        processes.install()
         _state["autocast"] = autocast.install()
         private.allow_flex_attention()
 
