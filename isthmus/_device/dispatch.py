@@ -22,7 +22,7 @@ from isthmus._graph.names import Missing
 from isthmus._graph.schema import functional_of, schema_of
 from isthmus._ops import families  # noqa: F401  # importing it files every lowering
 from isthmus._ops.registry import lowering_of
-from isthmus._runtime import private
+from isthmus._runtime import forks, private
 
 _building = threading.RLock()
 
@@ -51,6 +51,7 @@ class Kernel:
 
     def new_plan(self, key: tuple[Any, ...], inputs: list[Any], values: tuple[Any, ...]) -> Plan:
         """Return the plan for a key seen for the first time."""
+        forks.check()
         with _building:
             plan = self.plans.get(key)
             if plan is not None:

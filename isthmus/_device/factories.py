@@ -18,7 +18,7 @@ from isthmus._device.module import check_device
 from isthmus._device.private import restride
 from isthmus._graph.layout import contiguous_strides, storage_shape
 from isthmus._ops.creation import count
-from isthmus._runtime import compiler, memory
+from isthmus._runtime import compiler, forks, memory
 from isthmus._runtime.dtypes import to_jax_dtype
 from isthmus._runtime.hosts import device_number
 from isthmus._runtime.private import is_tracing
@@ -28,6 +28,15 @@ _SHARED_BYTES = 1 << 16
 _SHARED_LIMIT = 1024
 _shared: dict[tuple[Any, ...], Any] = {}
 _makers: dict[tuple[Any, ...], Any] = {}
+_counters: dict[tuple[Any, ...], Any] = {}
+
+
+def _hide() -> None:
+    for programs in (_shared, _makers, _counters):
+        forks.empty(programs)
+
+
+forks.on_fork.append(_hide)
 
 
 def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -123,9 +132,6 @@ def zeros_like(
     shadow = torch.empty_strided(self.shape, self.stride(), device="meta")
     stride = torch.empty_like(shadow, memory_format=memory_format or torch.preserve_format).stride()
     return empty_strided(self.shape, stride, dtype=dtype, device=device)
-
-
-_counters: dict[tuple[Any, ...], Any] = {}
 
 
 def _count(length: int, dtype: Any, start: Any, step: Any) -> Any:

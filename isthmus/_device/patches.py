@@ -82,7 +82,7 @@ TABLE: tuple[Patch, ...] = (
         "torch.jit",
         "load",
         IMPORT,
-        "map_location='jax' reads a file into memory that is not there, and may be the first that is done with the device",
+        "map_location='jax' reads a file into memory that is not there, and may be the first use of the device",
     ),
     *(
         Patch(

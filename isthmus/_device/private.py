@@ -234,7 +234,8 @@ def is_plain_in_memory(tensor: torch.Tensor) -> bool:
 
 def scripted_tensors(module: Any) -> list[tuple[str, Any]]:
     """Return the parameters and buffers of the C++ object behind one ``torch.jit.ScriptModule``, by name."""
-    return [*torch._C.ParameterDict(module).items(), *torch._C.BufferDict(module).items()]
+    parameters, buffers = torch._C.ParameterDict(module), torch._C.BufferDict(module)
+    return [*parameters.items(), *buffers.items()]  # type: ignore[attr-defined]
 
 
 def _try_needed() -> None:

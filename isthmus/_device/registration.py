@@ -95,8 +95,11 @@ def load() -> None:
     with _lock:
         before = set(sys.modules)
         try:
-            from isthmus._device import autocast, kernels, objects, private, scripted  # noqa: F401
+            from isthmus._device import autocast, kernels, objects, private, processes, scripted  # noqa: F401
+            from isthmus._runtime import forks
 
+            forks.watch()
+            processes.install()
             objects.install()
             scripted.install_saving()
             private.allow_flex_attention()
