@@ -45,8 +45,7 @@ __all__ = [
 
 if _isthmus_autoload.asked_for:
     register()
-if config.mode == "lazy":
-    set_mode("lazy")
+set_mode(config.current.mode)  # what the environment asks for
 
 
 _LATER = {
