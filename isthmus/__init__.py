@@ -43,6 +43,7 @@ __all__ = [
     "train_step",
 ]
 
+<<<<<<< HEAD
 try:
     from isthmus._device.registration import register
 
@@ -52,6 +53,11 @@ except DRIFT as _error:
     raise not_available(_error) from _error
 if config.mode == "lazy":
     set_mode("lazy")
+=======
+if _isthmus_autoload.asked_for:
+    register()
+set_mode(config.current.mode)  # what the environment asks for
+>>>>>>> patches
 
 
 _LATER = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from types import ModuleType
 from typing import Any
@@ -54,7 +55,7 @@ class Settings:
         "eager",
         "ISTHMUS_MODE",
         ("eager", "lazy"),
-        "Whether ops run at once or are recorded when a process starts; `isthmus.set_mode` changes it.",
+        "Whether ops run at once or are recorded; assigning it is `isthmus.set_mode`, reading it `isthmus.mode`.",
     )
     backend: str = _setting(
         "xla",
@@ -117,8 +118,25 @@ def _check(name: str, value: Any) -> None:
         raise ConfigError(f"isthmus.config.{name} = {value!r} is not a choice; choose from {options}")
 
 
+@dataclass(frozen=True)
+class _Live:
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+
+
+_live: dict[str, _Live] = {}
+"""Settings whose value is kept by a module above this one."""
+
+
+def connect(name: str, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
+    """Let a setting be read and assigned through these functions: more happens there than a value is stored."""
+    _live[name] = _Live(read, write)
+
+
 def __getattr__(name: str) -> Any:
     """Return the current value of a setting."""
+    if name in _live:
+        return _live[name].read()
     if name in Settings.__dataclass_fields__:
         return getattr(current, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -132,6 +150,9 @@ class _Config(ModuleType):
             super().__setattr__(name, value)
             return
         _check(name, value)
+        if name in _live:
+            _live[name].write(value)
+            return
         super().__setattr__("current", replace(self.__dict__["current"], **{name: value}))
 
 

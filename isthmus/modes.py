@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from isthmus import config
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -23,7 +25,10 @@ def mode() -> str:
 
 
 def set_mode(name: str) -> None:
-    """Make ops on the device run at once (``"eager"``) or be recorded (``"lazy"``), in every thread."""
+    """Make ops on the device run at once (``"eager"``) or be recorded (``"lazy"``), in every thread.
+
+    ``isthmus.config.mode = name`` does the same.
+    """
     from isthmus._device.mode import current
     from isthmus.errors import ConfigError
 
@@ -40,6 +45,9 @@ def set_mode(name: str) -> None:
 
         sync()
         checks.raise_pending()
+
+
+config.connect("mode", mode, set_mode)
 
 
 @contextlib.contextmanager

@@ -335,7 +335,6 @@ GIVEN: list[tuple[str, Any]] = [
     ("fallback", "error"),
     ("min_cluster", 1),
     ("min_cluster", 100),
-    ("shapes", "exact"),
     ("programs", 1),
     ("freeze", False),
     ("freeze", True),
@@ -348,7 +347,7 @@ GIVEN: list[tuple[str, Any]] = [
 ]
 
 
-MODES = ["reduce-overhead", "default", "max-autotune", "max-autotune-no-cudagraphs"]
+MODES = ["reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "fast"]
 
 
 def test_every_option_is_given_somewhere() -> None:
@@ -376,6 +375,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"freeze": 1}, r"option 'freeze' is 1; choose from False, True"),
     ({"freeze": []}, r"option 'freeze' is \[\]; choose from False, True"),
     ({"blocks": None}, r"option 'blocks' is None; choose from 'auto', 'fuse'"),
+    ({"shapes": "exact"}, r"no option 'shapes' any more: it had one value"),
+    ({"shapes": "bucketed"}, r"no option 'shapes' any more: it had one value"),
     ({"xla": "fast"}, r"option 'xla' is 'fast'; it takes a dictionary"),
 ]
 
@@ -386,10 +387,17 @@ def test_a_bad_option_is_refused(options: dict[str, Any], words: str) -> None:
         compiled(lambda x: x * 2, options=options)(numbers(3, device="jax"))
 
 
-@pytest.mark.parametrize("mode", [row(at, mode) for at, mode in enumerate(MODES)])
-def test_mode_is_accepted(mode: str) -> None:
+@pytest.mark.parametrize("mode", [None, "default"])
+def test_the_default_mode_is_accepted(mode: str | None) -> None:
     function = compiled(lambda x: (x * 2).sin(), mode=mode)
     same(function(numbers(3, device="jax")), (numbers(3) * 2).sin(), "jax")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_of_another_backend_are_refused(mode: str) -> None:
+    words = rf"no mode '{mode}'; it has \"default\" only"
+    with pytest.raises((ConfigError, torch._dynamo.exc.BackendCompilerFailed), match=words):
+        compiled(lambda x: x * 2, mode=mode)(numbers(3, device="jax"))
 
 
 def test_programs_are_dropped_and_made_again() -> None:

@@ -120,14 +120,56 @@ def test_a_mode_that_does_not_exist() -> None:
     assert isthmus.mode() == "lazy"
 
 
+def test_the_setting_is_the_mode() -> None:
+    assert isthmus.config.mode == "lazy"
+    x = arange(3)
+    y = x + 1
+    isthmus.config.mode = "eager"
+    assert isthmus.mode() == isthmus.config.mode == "eager"
+    assert not pending(y)
+    assert not pending(x + 1)
+    with isthmus.lazy():
+        assert isthmus.config.mode == "lazy"
+        isthmus.config.mode = "eager"
+        assert not pending(x * 2)
+    assert isthmus.config.mode == "eager"
+    isthmus.config.mode = "lazy"
+    assert isthmus.mode() == "lazy"
+    assert pending(x * 2)
+    with pytest.raises(ConfigError, match=r"'fast' is not a choice; choose from 'eager', 'lazy'"):
+        isthmus.config.mode = "fast"
+    assert isthmus.config.mode == "lazy"
+    isthmus.set_mode("eager")
+    assert isthmus.config.mode == "eager"
+
+
+def test_the_setting_is_the_mode_of_compiled_and_jitted_functions_too(fresh_dynamo: None) -> None:
+    isthmus.config.mode = "eager"
+    seen = []
+
+    @isthmus.jit
+    def step(x: Tensor) -> Tensor:
+        seen.append((isthmus.mode(), isthmus.config.mode))
+        return x + 1
+
+    assert step(arange(3)).tolist() == [1, 2, 3]
+    assert seen == [("lazy", "lazy")]
+    assert isthmus.config.mode == "eager"
+    compiled = torch.compile(lambda x: x + 1, backend="isthmus")
+    isthmus.config.mode = "lazy"
+    assert compiled(arange(3) * 2).tolist() == [1, 3, 5]
+    assert isthmus.mode() == "lazy"
+
+
 def test_the_environment_chooses_the_mode() -> None:
     code = (
         "import torch, isthmus; x = torch.ones(2, device='jax') + 1; "
-        "print(isthmus.mode(), type(x.untyped_storage()._buffer.held).__name__, x.tolist())"
+        "print(isthmus.mode(), isthmus.config.mode, type(x.untyped_storage()._buffer.held).__name__, x.tolist())"
     )
     environment = {**os.environ, "ISTHMUS_MODE": "lazy"}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert run.stdout == "lazy Node [2.0, 2.0]\n", run.stderr
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert run.stdout == "lazy lazy Node [2.0, 2.0]\n", run.stderr
 
 
 def test_tensors_cross_modes() -> None:

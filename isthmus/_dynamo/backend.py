@@ -14,7 +14,7 @@ from isthmus._device.private import has_saving_hooks
 from isthmus._dynamo import blocks, decompositions, keeping, likelihood, pieces
 from isthmus._dynamo.clusters import Clusters
 from isthmus._dynamo.evaluate import NodeFailure
-from isthmus._dynamo.options import Options, parse
+from isthmus._dynamo.options import Options, check_mode, parse
 from isthmus._dynamo.private import (
     give_attention_shapes,
     keep_optimizer_steps_on_device,
@@ -44,6 +44,7 @@ def isthmus(
     """Compile one graph of Dynamo's: forward and backward become XLA programs."""
     from torch._dynamo.backends.common import aot_autograd
 
+    check_mode(mode)
     chosen = parse(options)
     if refuses_a_write(module.graph):
         return module.forward  # op by op, to raise in torch's words where the call is made

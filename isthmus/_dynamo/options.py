@@ -30,9 +30,6 @@ class Options:
         int,
         "The fewest nodes worth a program of their own where a graph must be cut; fewer run one by one.",
     )
-    shapes: str = _option(
-        "exact", ("exact",), "How sizes become programs: one program for each set of sizes."
-    )
     programs: int = _option(256, int, "How many programs a graph keeps; the one not used longest is dropped.")
     freeze: bool = _option(
         False,
@@ -60,6 +57,9 @@ class Options:
     )
 
 
+_REMOVED = {
+    "shapes": "it had one value: a program is compiled for each set of sizes; leave it out",
+}
 _KINDS = {int: "number from 1 on", dict: "dictionary"}
 
 
@@ -71,6 +71,8 @@ def parse(options: Mapping[str, Any] | None) -> Options:
     """Return the options of one call, or raise with those there are."""
     known = {f.name: f for f in fields(Options)}
     for name, value in (options or {}).items():
+        if name in _REMOVED:
+            raise ConfigError(f'backend "isthmus" has no option {name!r} any more: {_REMOVED[name]}')
         if name not in known:
             raise ConfigError(f'backend "isthmus" has no option {name!r}; it has {", ".join(known)}')
         choices = known[name].metadata["choices"]
@@ -81,3 +83,15 @@ def parse(options: Mapping[str, Any] | None) -> Options:
         if isinstance(choices, type) and (type(value) is not choices or _too_small(value)):
             raise ConfigError(f"option {name!r} is {value!r}; it takes a {_KINDS[choices]}")
     return Options(**(options or {}))
+
+
+def check_mode(mode: str | None) -> None:
+    """Raise unless ``torch.compile(mode=...)`` is the only mode there is: the others are TorchInductor's."""
+    if mode not in (None, "default"):
+        raise ConfigError(
+            f'backend "isthmus" has no mode {mode!r}; it has "default" only\n'
+            f"  why          the others have TorchInductor tune kernels and use CUDA graphs; XLA does both itself\n"
+            f'  instead      options={{"blocks": "fuse"}} compiles longer for a faster program, '
+            f'{{"freeze": True}} folds parameters,\n'
+            f'               {{"xla": {{...}}}} goes to XLA\'s compiler'
+        )
