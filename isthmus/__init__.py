@@ -43,7 +43,6 @@ __all__ = [
     "train_step",
 ]
 
-<<<<<<< HEAD
 try:
     from isthmus._device.registration import register
 
@@ -51,13 +50,7 @@ try:
         register()
 except DRIFT as _error:
     raise not_available(_error) from _error
-if config.mode == "lazy":
-    set_mode("lazy")
-=======
-if _isthmus_autoload.asked_for:
-    register()
 set_mode(config.current.mode)  # what the environment asks for
->>>>>>> patches
 
 
 _LATER = {
