@@ -22,7 +22,7 @@ from torch import Tensor
 
 def install() -> None:
     """Wrap what saves and loads modules of ``torch.jit``."""
-    scripted: Any = torch.jit.RecursiveScriptModule
+    scripted: Any = torch.jit._script.RecursiveScriptModule
     to_buffer = scripted.save_to_buffer
 
     @functools.wraps(to_buffer)
