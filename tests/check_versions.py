@@ -27,6 +27,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "build" / "versions"
+SOURCE = WORK / "source"
 TABLE = ROOT / "docs" / "versions.md"
 TORCH = ("2.11.0", "2.12.1", "2.14.1", "2.15.0")
 # JAX 0.10 is the last that runs on Python 3.11; the newest JAX is checked on the newest Python.
@@ -96,6 +97,17 @@ def interpreter(version: str) -> str | None:
     return None
 
 
+def snapshot() -> None:
+    """Copy the sources, so that what is checked stays the same while they are worked on."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    shutil.rmtree(SOURCE, ignore_errors=True)
+    for name in filter(None, names):
+        if (ROOT / name).is_file():
+            (SOURCE / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, SOURCE / name)
+
+
 def environment(pair: Pair) -> Path:
     """Make the virtual environment of a pair and return its Python."""
     where = WORK / pair.name.replace(":", "-py")
@@ -109,9 +121,9 @@ def environment(pair: Pair) -> Path:
         subprocess.run([*pip, f"torch=={pair.torch}", pair.jax], check=True)
         subprocess.run([*pip, *TEST_PACKAGES], check=True)
         (where / ".installed").touch()
-    # Always anew: the sources may have changed since an environment was kept.
+    # Always anew: the sources may have changed since the environment was made.
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    subprocess.run([*pip, "--force-reinstall", ROOT], check=True)
+    subprocess.run([*pip, "--force-reinstall", SOURCE], check=True)
     return python
 
 
@@ -132,7 +144,7 @@ def run(
 
 def blocks() -> list[str]:
     """Return the Python blocks of README.md."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = (SOURCE / "README.md").read_text(encoding="utf-8")
     return re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
@@ -154,7 +166,7 @@ def check(pair: Pair, keep: bool) -> Row:
     ran = sum(block.returncode == 0 for block in readme)
     tests = run(
         python, logs / "tests.log", "-m", "pytest", "-n", "2", "-m", "not slow", "--samples", "1",
-        "--spread", str(TESTS), folder=ROOT, limit=2400,
+        "--spread", str(TESTS), folder=SOURCE, limit=2400,
     )  # fmt: skip
     summary = (tests.stdout.strip().splitlines() or ["nothing ran"])[-1].strip("= ")
     if not keep:
@@ -199,6 +211,7 @@ def main() -> int:
     chosen = [pair for pair in PAIRS if options.pair is None or pair.name in options.pair]
     rows = {} if options.pair is None else written()
     bad = []
+    snapshot()
     for number, pair in enumerate(chosen, 1):
         print(f"[{number}/{len(chosen)}] torch {pair.torch}, {pair.jax}, Python {pair.python}", flush=True)
         row = check(pair, options.keep)

@@ -1,9 +1,11 @@
 """The device as torch sees it: registered in time, one device, torch.jax and torch.accelerator in full."""
 
+import contextlib
 import os
 import subprocess
 import sys
 from importlib.metadata import entry_points
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -177,6 +179,55 @@ def test_synchronize_waits_for_results_nobody_keeps(monkeypatch: pytest.MonkeyPa
         pytest.skip("this device is done before it can be waited for")
     torch.jax.synchronize()  # type: ignore[attr-defined]
     assert last.is_ready()
+
+
+class Slow(torch.autograd.Function):
+    """Begins a long computation in its backward and keeps nothing of it but an array to look at."""
+
+    begun: ClassVar[list[Any]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x[0, 0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> None:
+        (x,) = ctx.saved_tensors
+        y = x
+        for _ in range(5):
+            y = y @ x
+        Slow.begun.append(y.untyped_storage()._buffer.held)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("mode", ["plain", "no_grad", "inference"])
+def test_synchronize_waits_for_what_backward_began(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import jax
+
+    x = torch.full((1500, 1500), 1e-3, device="jax")
+    x @ x  # compiled
+    torch.jax.synchronize()  # type: ignore[attr-defined]
+    monkeypatch.setattr(jax, "live_arrays", list)
+    Slow.begun.clear()
+    Slow.apply(x.requires_grad_()).backward()
+    (last,) = Slow.begun
+    if last.is_ready():
+        pytest.skip("this device is done before it can be waited for")
+    modes = {"plain": contextlib.nullcontext, "no_grad": torch.no_grad, "inference": torch.inference_mode}
+    with modes[mode]():
+        torch.jax.synchronize()  # type: ignore[attr-defined]
+    assert last.is_ready()
+
+
+def test_synchronize_starts_no_thread_of_autograds() -> None:
+    code = """
+import glob, torch
+x = torch.ones(3, device="jax") * 2
+torch.jax.synchronize()
+names = [open(path).read() for path in glob.glob("/proc/self/task/*/comm")]
+assert not any(name.startswith("pt_autograd") for name in names), names
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_random_state_goes_back_and_forth() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -88,9 +89,46 @@ def synchronize(device: Any = None) -> None:
     mode.current.materialise()
     jax.effects_barrier()
     compiler.wait()
-    # What other threads began, as autograd's do, is known by its results.
+    _wait_for_autograd()
+    # What other threads began is known by its results.
     jax.block_until_ready([array for array in jax.live_arrays() if not array.is_deleted()])
     checks.raise_pending()
+
+
+class _Waiting(torch.autograd.Function):
+    """Waits, in its backward, for what the thread that runs it began."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        """Return a tensor to go back from."""
+        return x.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Wait on this thread: the CPU runs what one thread began in order, and no other's."""
+        from isthmus._runtime import compiler
+
+        compiler.wait()
+
+
+def _wait_for_autograd() -> None:
+    """Wait for what autograd's thread began, also where nobody kept its results: a program on that thread tells."""
+    if not _has_autograd_thread():
+        return
+    with torch.inference_mode(False), torch.enable_grad():
+        _Waiting.apply(torch.zeros((), device="jax", requires_grad=True)).backward()  # type: ignore[no-untyped-call]
+
+
+def _has_autograd_thread() -> bool:
+    """Return whether a backward has run; if not its thread is not started here, since no process may fork after."""
+    tasks = Path("/proc/self/task")
+    if not tasks.exists():
+        return True
+    for task in tasks.iterdir():
+        with contextlib.suppress(OSError):  # it may have ended
+            if (task / "comm").read_text().startswith("pt_autograd"):
+                return True
+    return False
 
 
 def manual_seed(seed: int) -> None:

@@ -86,7 +86,7 @@ TABLE: tuple[Patch, ...] = (
     ),
     *(
         Patch(
-            f"torch.jit.{owner}",
+            f"torch.jit._script.{owner}",
             name,
             TENSOR,
             "torch's C++ writes the memory behind a storage, and a 'jax' storage has none: the file had no weights",

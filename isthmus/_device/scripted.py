@@ -31,7 +31,7 @@ def install_loading() -> None:
 def install_saving() -> None:
     """Let modules with tensors of the device be saved."""
     # A traced module is a ScriptModule, a scripted one a RecursiveScriptModule, which has methods of its own.
-    for owner in ("torch.jit.RecursiveScriptModule", "torch.jit.ScriptModule"):
+    for owner in ("torch.jit._script.RecursiveScriptModule", "torch.jit._script.ScriptModule"):
         patches.replace(owner, "save_to_buffer", _saver_to_buffer)
         patches.replace(owner, "save", _saver)
 

@@ -26,7 +26,7 @@ from isthmus._dynamo.random import Draw, Keyed, key_of
 from isthmus._graph.schema import Argument, mutating_of, schema_of
 from isthmus._ops import families  # noqa: F401  # importing it files every lowering
 from isthmus._ops.checks import require
-from isthmus._ops.common import Number
+from isthmus._ops.common import Number, cast
 from isthmus._ops.registry import lowering_of
 from isthmus._ops.views import VIEWS
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
@@ -292,8 +292,11 @@ def on_device(run: Evaluation, node: Node, *args: Any, **kwargs: Any) -> Any:
 def _batch_norm(run: Evaluation, node: Node, *args: Any, **kwargs: Any) -> list[Array]:
     """Return a normalized batch and its statistics; outside training the CPU saves none, the device all."""
     found = lower(node.target, args, kwargs)  # type: ignore[arg-type]
-    saves = [not (isinstance(part.shape[0], int) and part.shape[0] == 0) for part in node.meta["val"][1:]]
-    return [found[0], *(part if saved else part[:0] for part, saved in zip(found[1:], saves, strict=True))]
+    wanted = node.meta["val"]
+    saves = [not (isinstance(part.shape[0], int) and part.shape[0] == 0) for part in wanted[1:]]
+    parts = [found[0], *(part if saved else part[:0] for part, saved in zip(found[1:], saves, strict=True))]
+    # torch infers statistics of half types wide or not, by version and by what takes the op apart.
+    return [cast(part, to_jax_dtype(like.dtype)) for part, like in zip(parts, wanted, strict=True)]
 
 
 def _empty(

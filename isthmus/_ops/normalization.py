@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 from isthmus._graph.names import aten
 from isthmus._ops.common import accumulation_dtype, cast
 from isthmus._ops.registry import lowering
+from isthmus.errors import Unsupported
 
 Array = Any
 
@@ -116,12 +118,10 @@ def group_norm_backward(
     mu, r = (cast(a, dtype).reshape(N, group, 1, 1) for a in (mean, rstd))
     normal = (x - mu) * r
     scaled = g if weight is None else g * cast(weight, dtype).reshape(1, group, C // group, 1)
-    result = input.dtype if weight is None else weight.dtype
-    dx = (
-        cast(_input_grad(scaled, normal, r, (2, 3)).reshape(input.shape), input.dtype)
-        if output_mask[0]
-        else None
-    )
+    # As torch infers it: as wide as the widest, which are the statistics where the parameters are wider than the input.
+    given = (grad_out, input, mean, rstd, *([] if weight is None else [weight]))
+    result = functools.reduce(jnp.promote_types, [a.dtype for a in given])
+    dx = cast(_input_grad(scaled, normal, r, (2, 3)).reshape(input.shape), result) if output_mask[0] else None
     dw = cast((g * normal).sum((0, 3)).reshape(C), result) if output_mask[1] else None
     db = cast(g.sum((0, 3)).reshape(C), result) if output_mask[2] else None
     return dx, dw, db
@@ -178,13 +178,19 @@ def batch_norm(
     """Normalize a batch per channel; in training by its own statistics, which move the running ones."""
     if not training:
         out = _batch_eval(input, weight, bias, running_mean, running_var, eps)
-        return (out, *_saved(input, running_mean, running_var, eps), running_mean, running_var)
+        kept = [
+            cast(p, jnp.promote_types(accumulation_dtype(input.dtype), p.dtype))
+            for p in (running_mean, running_var)
+        ]
+        return (out, *_saved(input, running_mean, running_var, eps), *kept)
     out, mean, var, rstd = _batch_train(input, weight, bias, eps)
     count = math.prod(input.shape) // max(input.shape[1], 1)
     unbiased = var * (count / (count - 1)) if count > 1 else var * jnp.nan
+    # As wide as torch's decomposition has them; what they are written to, of a half type say, rounds them.
     moved = [
-        cast((1 - momentum) * cast(running, mean.dtype) + momentum * new, running.dtype)
+        (1 - momentum) * cast(running, wide) + momentum * cast(new, wide)
         for running, new in ((running_mean, mean), (running_var, unbiased))
+        for wide in [jnp.promote_types(mean.dtype, running.dtype)]
     ]
     return (out, mean, rstd, *moved)
 
@@ -211,6 +217,23 @@ def batch_norm_no_training(
     """Normalize a batch per channel by the running statistics."""
     out = _batch_eval(input, weight, bias, running_mean, running_var, eps)
     return (out, *_saved(input, running_mean, running_var, eps))
+
+
+@lowering(aten._batch_norm_no_update.default)
+def batch_norm_no_update(
+    input: Array,
+    weight: Array | None,
+    bias: Array | None,
+    running_mean: Array | None,
+    running_var: Array | None,
+    momentum: float,
+    eps: float,
+) -> tuple[Array, ...]:
+    """Normalize a batch per channel by the running statistics, and return what cuDNN would reserve: nothing."""
+    if running_mean is None or running_var is None:
+        raise Unsupported("no running statistics, which torch refuses as well")
+    found = batch_norm_no_training(input, weight, bias, running_mean, running_var, momentum, eps)
+    return (*found, jnp.zeros((0,), jnp.uint8))
 
 
 @lowering(aten.native_batch_norm_backward.default)
