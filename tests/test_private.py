@@ -317,3 +317,15 @@ def test_hooks_on_saved_tensors_are_seen() -> None:
     assert not torch_private.has_saving_hooks()
     with torch.autograd.graph.save_on_cpu():
         assert torch_private.has_saving_hooks()
+
+
+def test_tensors_that_are_not_what_their_storage_holds() -> None:
+    class Subclass(torch.Tensor):
+        pass
+
+    x = torch.ones(2, device="jax")
+    plain = [x, x[1:], torch.ones(2), torch.nn.Parameter(x), x.cpu().as_subclass(Subclass)]
+    assert all(torch_private.is_plain_in_memory(tensor) for tensor in plain)
+    assert not torch_private.is_plain_in_memory(torch._to_functional_tensor(torch.ones(2)))
+    with torch._subclasses.FakeTensorMode() as mode:
+        assert not torch_private.is_plain_in_memory(mode.from_tensor(x))

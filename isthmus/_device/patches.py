@@ -115,7 +115,6 @@ TABLE: tuple[Patch, ...] = (
         "_validate_device",
         TENSOR,
         "torch names the devices that flex_attention serves inside a function",
-        optional=True,
     ),
     Patch(
         "torch._dynamo.variables.optimizer.OptimizerVariable",
