@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help venv demo test test-all lint format docs bench clean
+.PHONY: help venv demo test test-all test-versions lint format docs bench clean
 
 help: ## say what the targets do
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -35,6 +35,9 @@ test: lint ## lint, then the tests that are not slow, and a part of torch's data
 
 test-all: lint ## lint, then every test: torch's databases in full, into build/conformance.json
 	$(BIN)/python -m pytest -n 2
+
+test-versions: ## other releases of torch and JAX, an environment each (gigabytes), into docs/versions.md
+	$(PYTHON) tests/check_versions.py $(PAIRS)
 
 docs: venv ## write docs/ops.md from the registry
 	$(BIN)/python docs/make_ops.py

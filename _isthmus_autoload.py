@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from typing import Any
 
 import torch
@@ -30,9 +31,15 @@ def _exists(*paths: str) -> bool:
 
 
 def run() -> None:
-    """Register the device if nothing is lost by it."""
+    """Register the device if nothing is lost by it.
+
+    A torch that Isthmus does not fit must still be importable, by people who may not even use the device.
+    """
     if rival() is None or os.environ.get("ISTHMUS_AUTOLOAD") == "1":
-        import isthmus  # noqa: F401
+        try:
+            import isthmus  # noqa: F401
+        except Exception as error:
+            warnings.warn(f"device 'jax' is not available: {error}", stacklevel=2)
 
 
 asked_for = True

@@ -9,8 +9,8 @@ import torch  # noqa: F401
 
 import _isthmus_autoload
 from isthmus import config, errors
-from isthmus._device.registration import register
 from isthmus._graph.backends import register_backend
+from isthmus._upstream import DRIFT, not_available
 from isthmus.explain import explain
 from isthmus.modes import graph_of, jit, lazy, mode, set_mode, sync
 
@@ -43,8 +43,13 @@ __all__ = [
     "train_step",
 ]
 
-if _isthmus_autoload.asked_for:
-    register()
+try:
+    from isthmus._device.registration import register
+
+    if _isthmus_autoload.asked_for:
+        register()
+except DRIFT as _error:
+    raise not_available(_error) from _error
 set_mode(config.current.mode)  # what the environment asks for
 
 
@@ -57,14 +62,14 @@ _LATER = {
     "jax_function": "isthmus._interop.functions",
     "jax_module": "isthmus._interop.modules",
     "load": "isthmus._export.api",
-    "lowering": "isthmus._ops.registry",
+    "lowering": "isthmus._ops.registry:user_lowering",
     "metrics": "isthmus.metrics",
     "optax": "isthmus.optax",
     "to_jax": "isthmus._interop.arrays",
     "torch_function": "isthmus._interop.torch_functions",
     "train_step": "isthmus._interop.training",
 }
-"""What needs JAX, or a library of its own, by where it is."""
+"""What needs JAX, or a library of its own, by its module and, where it has another name there, that name."""
 
 
 def __getattr__(name: str) -> Any:
@@ -73,5 +78,6 @@ def __getattr__(name: str) -> Any:
 
     if name not in _LATER:
         raise AttributeError(f"module 'isthmus' has no attribute {name!r}")
-    module = importlib.import_module(_LATER[name])
-    return module if _LATER[name] == f"isthmus.{name}" else getattr(module, name)
+    path, _, other = _LATER[name].partition(":")
+    module = importlib.import_module(path)
+    return module if path == f"isthmus.{name}" else getattr(module, other or name)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from isthmus import _upstream
 from isthmus.errors import first_line
 
-OLDEST = {"torch": "2.11", "jax": "0.10"}
 _SHOWN = 10
 
 
@@ -34,7 +33,7 @@ class Report:
 def examine() -> Report:
     """Run every examination; one that fails is a problem and does not stop the others."""
     report = Report()
-    for examination in (_versions, _devices, _registry, _smoke):
+    for examination in (_versions, _devices, _registry, _smoke, _private_names):
         _guarded(report, examination)
     return report
 
@@ -57,15 +56,13 @@ def _versions(report: Report) -> None:
         except importlib.metadata.PackageNotFoundError:
             report.problem(package, "is not installed; to fix it: pip install isthmus")
             continue
-        oldest = OLDEST.get(package)
-        if oldest is not None and _numbers(found) < _numbers(oldest):
+        oldest, newest = _upstream.OLDEST.get(package), _upstream.NEWEST.get(package)
+        if oldest is not None and _upstream.release(found) < _upstream.release(oldest):
             report.problem(package, f"{found} is older than {oldest}; to fix it: pip install -U {package}")
+        elif newest is not None and _upstream.release(found) > _upstream.release(newest):
+            report.say(package, f"{found}, newer than {newest}, the newest that Isthmus was checked with")
         else:
             report.say(package, found)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:2])
 
 
 def _devices(report: Report) -> None:
@@ -93,14 +90,21 @@ def _registry(report: Report) -> None:
     from isthmus._ops.registry import refused, registry
 
     report.say("lowerings", f"{len(registry)} overloads")
-    # An older torch lacks some overloads; what needs them is answered by the next tier, so this is no fault.
-    missing = sorted(Missing.found)
+    # Ops of these take their decomposition or the CPU, in another torch than the lowerings were written for.
+    missing = sorted(name for name in refused if name in Missing.found)
     report.say("missing", _listed(missing) if missing else "none: this torch has every overload")
-    wrong = {name: reason for name, reason in refused.items() if name not in Missing.found}
-    for name, reason in wrong.items():
-        report.problem("refused", f"{name}: {reason}")
-    if not wrong:
-        report.say("refused", "none")
+    changed = {name: reason for name, reason in refused.items() if name not in Missing.found}
+    for reason in changed.values():
+        report.say("refused", reason)
+    if not changed:
+        report.say("refused", "none: every lowering fits this torch")
+
+
+def _private_names(report: Report) -> None:
+    for name, reason in _upstream.switched_off.items():
+        report.say("switched off", f"{name}: {reason}")
+    if not _upstream.switched_off:
+        report.say("switched off", "none: torch and JAX have every private name that Isthmus can use")
 
 
 def _listed(names: list[str]) -> str:

@@ -43,6 +43,10 @@ class TracedValueError(IsthmusError):
     """Torch code that runs inside a transformation of JAX's reads a value, which is not known yet."""
 
 
+class VersionWarning(UserWarning):
+    """The installed torch or JAX is newer than any release that Isthmus was checked with."""
+
+
 def first_line(text: str) -> str:
     """Return the first line of what an error says: XLA's go on with whole programs."""
     return (text.strip().splitlines() or [""])[0]

@@ -21,6 +21,35 @@ pytest_plugins = ["tests.conformance.table"]
 _tests = itertools.count(1)
 
 
+def pytest_addoption(parser):
+    """Let a run take a sample of the whole suite, as `make test-versions` does."""
+    parser.addoption(
+        "--spread", type=int, default=None, metavar="N", help="run about N tests, spread over every file"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    """With ``--spread N``, keep N tests: each file's share grows with the square root of its tests.
+
+    In proportion to their numbers the cases of ops alone would take half of the sample.
+    """
+    wanted = config.getoption("--spread")
+    if wanted is None:
+        return
+    files = {}
+    for item in items:
+        # `-m "not slow"` may be applied after this hook, so slow tests must not take a place.
+        if item.get_closest_marker("slow") is None:
+            files.setdefault(item.path, []).append(item)
+    weight = sum(len(tests) ** 0.5 for tests in files.values())
+    kept = set()
+    for tests in files.values():
+        share = min(len(tests), max(1, round(wanted * len(tests) ** 0.5 / weight)))
+        kept |= {tests[n * len(tests) // share] for n in range(share)}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
 @pytest.fixture(autouse=True)
 def strict_fallback():
     before = isthmus.config.fallback

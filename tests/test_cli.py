@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import isthmus
-from isthmus import doctor, metrics
+from isthmus import _upstream, doctor, metrics
 from isthmus.cli import main
 
 ROOT = Path(__file__).parent.parent
@@ -33,7 +34,7 @@ def test_doctor_finds_this_installation_healthy(capsys: pytest.CaptureFixture[st
     assert main(["doctor"]) == 0
     said = capsys.readouterr().out
     for part in (
-        torch.__version__,
+        torch.__version__.split("+")[0],
         "devices",
         "lowerings",
         "missing",
@@ -44,14 +45,37 @@ def test_doctor_finds_this_installation_healthy(capsys: pytest.CaptureFixture[st
         assert part in said
 
 
-def test_doctor_fails_when_a_lowering_was_refused(
+def test_doctor_lists_what_was_refused_and_switched_off_without_failing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from isthmus._ops.registry import refused
 
-    monkeypatch.setitem(refused, "aten.toy.default", "its schema lost an argument")
-    assert main(["doctor"]) == 1
-    assert "aten.toy.default: its schema lost an argument" in capsys.readouterr().err
+    monkeypatch.setitem(refused, "aten.toy.default", "aten.toy.default lost an argument")
+    monkeypatch.setitem(_upstream.switched_off, "fast_call", "calls take longer (TypeError: no)")
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert "refused        aten.toy.default lost an argument" in said
+    assert "switched off   fast_call: calls take longer (TypeError: no)" in said
+
+
+def test_doctor_tells_a_release_that_was_not_checked(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(_upstream.NEWEST, "torch", "2.1")
+    assert main(["doctor"]) == 0
+    assert "newer than 2.1, the newest that Isthmus was checked with" in capsys.readouterr().out
+
+
+def test_a_release_that_was_not_checked_is_warned_about_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(_upstream.NEWEST, "jax", "0.1")
+    for function in (_upstream.unchecked, _upstream.warn_if_unchecked):
+        function.cache_clear()
+    with pytest.warns(isthmus.errors.VersionWarning, match="jax .* is newer than .* checked with"):
+        _upstream.warn_if_unchecked()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _upstream.warn_if_unchecked()
+    _upstream.unchecked.cache_clear()
 
 
 def test_doctor_tells_a_missing_overload_without_failing(
@@ -61,10 +85,10 @@ def test_doctor_tells_a_missing_overload_without_failing(
     from isthmus._ops.registry import refused
 
     monkeypatch.setitem(refused, "aten.no_such_op.default", "set back at the end")
-    monkeypatch.setattr(names.Missing, "found", {})
     isthmus.lowering(names.aten.no_such_op.default)(lambda self: self)
     assert main(["doctor"]) == 0
-    assert "1 in this torch: aten.no_such_op.default" in capsys.readouterr().out
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("missing")]
+    assert "aten.no_such_op.default" in line
 
 
 def test_doctor_fails_when_the_answer_is_wrong(
@@ -89,7 +113,7 @@ def test_doctor_fails_when_the_smoke_run_does(
 def test_doctor_fails_on_an_old_version(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(doctor.OLDEST, "torch", "99.0")
+    monkeypatch.setitem(_upstream.OLDEST, "torch", "99.0")
     assert main(["doctor"]) == 1
     assert "is older than 99.0" in capsys.readouterr().err
 
@@ -98,7 +122,7 @@ def test_doctor_fails_on_an_old_version(
     ("version", "newer"), [("2.9.1", "2.11"), ("0.9", "0.10.2"), ("2.11.0+cpu", "2.13.0a0")]
 )
 def test_versions_compare_by_number(version: str, newer: str) -> None:
-    assert doctor._numbers(version) < doctor._numbers(newer)
+    assert _upstream.release(version) < _upstream.release(newer)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ ORDER = [
     {"_ops"},
     {"_runtime"},
     {"_graph"},
+    {"_upstream"},
     {"config", "errors"},
 ]
 # The files that may touch private names, which every new version of torch or JAX may change.

@@ -353,3 +353,34 @@ def test_threads_run_side_by_side() -> None:
 
     with ThreadPoolExecutor(6) as pool:
         assert all(pool.map(work, range(40)))
+
+
+@pytest.mark.parametrize("device", ["cpu", "jax"])
+def test_is_set_to_compares_storage_and_layout(device: str) -> None:
+    x = torch.arange(6.0, device=device).reshape(2, 3)
+    for other in (x, x.view(2, 3), x.detach(), x.view(6).view(2, 3), x.view(torch.int32)):
+        assert x.is_set_to(other)
+    for other in (x.view(6), x.clone(), x.t(), x[:1], torch.zeros(2, 3, device=device)):
+        assert not x.is_set_to(other)
+    assert x[1:].is_set_to(x[1:])
+    assert not x[1:].is_set_to(x[:1])
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.skipif(not hasattr(torch.UntypedStorage, "_swap_data_ptr_"), reason="torch has no such method")
+def test_storages_exchange_what_they_hold(lazy: bool) -> None:
+    with isthmus.lazy() if lazy else contextlib.nullcontext():
+        a, b = torch.arange(4.0, device="jax") + 1, torch.zeros(2, 2, device="jax") - 1
+        view = a[1:3]
+        a.untyped_storage()._swap_data_ptr_(b.untyped_storage())
+        assert view.tolist() == [-1.0, -1.0]
+        assert b.tolist() == [[1.0, 2.0], [3.0, 4.0]]
+        view.mul_(2)
+        assert a.tolist() == [-1.0, -2.0, -2.0, -1.0]
+        assert b.sum().item() == 10
+        with pytest.raises(RuntimeError, match="same nbytes"):
+            a.untyped_storage()._swap_data_ptr_(torch.zeros(5, device="jax").untyped_storage())
+        with pytest.raises(RuntimeError, match="same device"):
+            a.untyped_storage()._swap_data_ptr_(torch.zeros(4).untyped_storage())
+        with pytest.raises(RuntimeError, match="same device"):
+            torch.zeros(4).untyped_storage()._swap_data_ptr_(a.untyped_storage())

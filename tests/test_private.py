@@ -1,4 +1,4 @@
-"""The private APIs we stand on: torch 2.11 to 2.13 and JAX 0.10 to 0.11 are the versions these were checked on."""
+"""The private APIs we stand on do what we take them to do; test_drift.py sees what happens where they do not."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from isthmus import _upstream
 from isthmus._device import private as torch_private
 from isthmus._runtime import private as jax_private
 
-TORCH = ((2, 11), (2, 13))
-JAX = ((0, 10), (0, 11))
-
-
-def _version(text: str) -> tuple[int, int]:
-    major, minor = text.split("+")[0].split(".")[:2]
-    return int(major), int(minor)
-
 
 def test_versions_are_those_checked() -> None:
-    assert TORCH[0] <= _version(torch.__version__) <= TORCH[1]
-    assert JAX[0] <= _version(jax.__version__) <= JAX[1]
+    for package, version in (("torch", torch.__version__), ("jax", jax.__version__)):
+        oldest, newest = (
+            _upstream.release(_upstream.OLDEST[package]),
+            _upstream.release(_upstream.NEWEST[package]),
+        )
+        assert oldest <= _upstream.release(version) <= newest
+
+
+def test_everything_optional_is_there() -> None:
+    torch.zeros(1, device="jax")
+    assert _upstream.switched_off == {}
 
 
 def test_fast_call_is_the_cpp_path() -> None:
@@ -89,7 +91,7 @@ def test_meta_views_share_the_storage() -> None:
 def test_views_made_under_a_guard_are_no_views_to_autograd(device: str) -> None:
     x = torch.zeros(2, 3, device=device, requires_grad=True)
     with torch_private.restriding():
-        view = x.as_strided((3, 2), (1, 3), 0)
+        view = torch_private.restrided(x, (3, 2), (1, 3), 0)
     assert (view.device.type, view.shape, view.stride()) == (device, (3, 2), (1, 3))
     assert view.untyped_storage()._cdata == x.untyped_storage()._cdata
     assert not view.requires_grad
@@ -154,7 +156,7 @@ def test_dynamo_looks_up_no_stream_for_a_graph_that_names_none(monkeypatch: pyte
 
     assert asked(lambda x: x + 1, "isthmus") == 0
     assert asked(elsewhere, "isthmus") == asked(elsewhere, "aot_eager")
-    if _version(torch.__version__) >= (2, 13):
+    if _upstream.release(torch.__version__) >= (2, 13):
         assert asked(lambda x: x + 1, "aot_eager") == asked(elsewhere, "isthmus") == 1
 
 
@@ -162,7 +164,9 @@ def test_dynamo_marks_no_calls_of_programs(monkeypatch: pytest.MonkeyPatch) -> N
     def marked(backend: str) -> int:
         return _asked(monkeypatch, "record_pregraph_bytecode_enter", lambda x: x + 1, backend)
 
-    assert [marked("isthmus"), marked("eager"), marked("isthmus")] == [0, 1, 0]
+    theirs = marked("eager")  # 1 up to torch 2.13; later only where a profiler runs
+    assert [marked("isthmus"), theirs, marked("isthmus")] == [0, theirs, 0]
+    assert theirs or _upstream.release(torch.__version__) > (2, 13)
 
 
 def test_gradients_of_attention_have_shapes() -> None:

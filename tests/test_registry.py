@@ -12,7 +12,8 @@ import torch
 
 import isthmus
 from isthmus._graph.names import Missing, aten
-from isthmus._ops.registry import refused, registry
+from isthmus._ops import known_schemas
+from isthmus._ops.registry import attempted, refused, registry
 from isthmus._runtime import counters
 from isthmus.errors import MissingLowering, SchemaError
 
@@ -170,13 +171,20 @@ def test_refused_at_import(op: Any, function: Any, message: str) -> None:
         isthmus.lowering(op)(function)
 
 
-# Overloads younger than the oldest torch we support.
-YOUNG = {"aten._foreach_clone.default", "aten._foreach_mm.default"}
+# Overloads that some torch we support does not have yet, or no longer.
+SOMEWHERE = {"aten._foreach_clone.default", "aten._foreach_mm.default", "aten.cholesky.default"}
 
 
-def test_no_lowering_names_an_overload_no_torch_has() -> None:
+def test_every_lowering_and_kernel_fits_this_torch() -> None:
     torch.zeros(1, device="jax")
-    assert {name for name in refused if not name.startswith("toy")} <= YOUNG
+    assert {name for name in refused if not name.startswith("toy")} <= SOMEWHERE
+
+
+def test_every_lowering_and_kernel_has_its_schema_in_the_list() -> None:
+    torch.zeros(1, device="jax")
+    ours = {name for name in attempted if name.startswith(("aten.", "prims."))}
+    missing = sorted(ours - set(known_schemas.known_forms()))
+    assert not missing, f"run tests/update_schemas.py for {missing}"
 
 
 def test_namespace_proxy() -> None:

@@ -257,3 +257,10 @@ def test_views_know_their_base() -> None:
     assert x[0]._version == 1
     x.copy_(GRID)
     assert x._version == 2
+
+
+def test_a_resize_to_the_same_size_keeps_the_strides() -> None:
+    for device in ("cpu", "jax"):
+        x = torch.arange(6).reshape(2, 3).to(device).t()
+        assert x.resize_(3, 2).stride() == (1, 3)
+        assert x.tolist() == [[0, 3], [1, 4], [2, 5]]

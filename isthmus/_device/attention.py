@@ -9,8 +9,9 @@ from torch import Tensor
 
 from isthmus._device.dispatch import kernel_for
 from isthmus._device.private import fused_attention_enabled
+from isthmus._graph.names import aten as _aten
+from isthmus._ops.registry import registry
 
-_aten = torch.ops.aten
 _FUSED = _aten._scaled_dot_product_fused_attention_overrideable.default
 _WHOLE = _aten.scaled_dot_product_attention.default
 
@@ -38,6 +39,8 @@ def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_cau
     # sdpa_kernel(SDPBackend.MATH) asks for the ops one by one, which can be differentiated twice.
     if not fused_attention_enabled() or not query.is_floating_point():
         return False
+    if _FUSED not in registry:  # refused with this torch, whose own kernel of this name only raises
+        return False
     if not (query.dim() == key.dim() == value.dim() == 4 and query.dtype == key.dtype == value.dtype):
         return False
     heads, shared = query.size(1), key.size(1)
@@ -49,7 +52,7 @@ def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_cau
         return False
     if mask is None:
         return True
-    return not is_causal and mask.dtype in (torch.bool, query.dtype) and _spans(mask, query, key)
+    return mask.dtype in (torch.bool, query.dtype) and _spans(mask, query, key)
 
 
 def _spans(mask: Tensor, query: Tensor, key: Tensor) -> bool:

@@ -11,7 +11,7 @@ import torch
 
 from isthmus._device import mode
 from isthmus._device.private import empty_tensor, restride
-from isthmus._graph.layout import Spec, contiguous_strides, storage_shape
+from isthmus._graph.layout import Spec, contiguous_strides, is_as_made, span, storage_shape
 from isthmus._graph.nodes import Node
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
 from isthmus._runtime.private import is_traced
@@ -21,19 +21,26 @@ Array = Any
 
 
 class Signature:
-    """Shape and dtype of a buffer's value and whether it is a tracer; interned, so compared by identity."""
+    """Shape and dtype of a buffer's value and whether it is a tracer; interned, so compared by identity.
 
-    __slots__ = ("dtype", "nbytes", "shape", "traced")
+    ``shrunk`` marks a storage that was made shorter: tensors may show more than it has, so plans made for it look.
+    """
+
+    __slots__ = ("dtype", "nbytes", "shape", "shrunk", "traced")
     _known: ClassVar[dict[tuple[Any, ...], Signature]] = {}
 
-    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any], traced: bool) -> None:
-        self.shape, self.dtype, self.traced = shape, dtype, traced
+    def __init__(
+        self, shape: tuple[int, ...], dtype: np.dtype[Any], traced: bool, shrunk: bool = False
+    ) -> None:
+        self.shape, self.dtype, self.traced, self.shrunk = shape, dtype, traced, shrunk
         self.nbytes = math.prod(shape) * dtype.itemsize
 
     @classmethod
-    def intern(cls, shape: tuple[int, ...], dtype: np.dtype[Any], traced: bool = False) -> Signature:
+    def intern(
+        cls, shape: tuple[int, ...], dtype: np.dtype[Any], traced: bool = False, shrunk: bool = False
+    ) -> Signature:
         """Return the one signature with these parts."""
-        key = (shape, dtype, traced)
+        key = (shape, dtype, traced, shrunk)
         return cls._known.get(key) or cls._known.setdefault(key, cls(*key))
 
     @classmethod
@@ -96,7 +103,10 @@ def buffer_of(tensor: torch.Tensor) -> Buffer:
 
 def wrap(value: Array, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return a new contiguous tensor that holds ``value``."""
-    return attach(empty_tensor(tuple(value.shape), dtype or to_torch_dtype(value.dtype)), value)
+    size = tuple(value.shape)
+    if 0 in size:
+        return wrap_strided(value, size, contiguous_strides(size), dtype or to_torch_dtype(value.dtype))
+    return attach(empty_tensor(size, dtype or to_torch_dtype(value.dtype)), value)
 
 
 def attach(tensor: torch.Tensor, value: Array) -> torch.Tensor:
@@ -122,7 +132,7 @@ def maker(spec: Spec, traced: bool) -> Callable[[Array], torch.Tensor]:
     if traced:
         return lambda value: wrap_strided(value, size, stride, dtype)
     signature = Signature.intern(storage_shape(size, stride), to_jax_dtype(dtype))
-    contiguous = stride == contiguous_strides(size)
+    contiguous = is_as_made(size, stride)
 
     def make(value: Array) -> torch.Tensor:
         tensor = empty_tensor(size, dtype)
@@ -132,6 +142,20 @@ def maker(spec: Spec, traced: bool) -> Callable[[Array], torch.Tensor]:
         return tensor
 
     return make
+
+
+def check_reach(tensor: torch.Tensor) -> None:
+    """Raise if a tensor shows more than its storage has, as one does whose storage was resized."""
+    held = getattr(tensor.untyped_storage(), "_buffer", None) if tensor.device.type == "jax" else None
+    if held is None or not tensor.numel():
+        return
+    needed = (int(tensor.storage_offset()) + span(tensor.shape, tensor.stride())) * tensor.dtype.itemsize
+    if needed > held.signature.nbytes:
+        raise RuntimeError(
+            f"a tensor of sizes {list(tensor.shape)}, strides {list(tensor.stride())} and storage offset "
+            f"{tensor.storage_offset()} needs a storage of {needed} bytes, but its storage was resized to "
+            f"{held.signature.nbytes} bytes"
+        )
 
 
 def storage_length(tensor: torch.Tensor) -> int:

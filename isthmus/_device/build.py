@@ -10,16 +10,16 @@ import jax
 import torch
 from torch import Tensor
 
-from isthmus._device import checks, decompose, derivatives, fallback, inference, writes
-from isthmus._device.buffer import Buffer, Signature, maker
+from isthmus._device import checks, decompose, derivatives, fallback, inference, refusals, writes
+from isthmus._device.buffer import Buffer, Signature, buffer_of, check_reach, maker
 from isthmus._device.module import check_device
 from isthmus._device.mutation import Mutation
 from isthmus._device.plan import Slot, Static, contiguous_specs, fill, flatten, slot_for, store
 from isthmus._device.private import empty_tensor
-from isthmus._graph.layout import Spec, contiguous_strides
+from isthmus._graph.layout import Spec, is_as_made
 from isthmus._graph.schema import ABSENT
 from isthmus._ops.checks import Checks, collecting
-from isthmus._runtime import compiler
+from isthmus._runtime import compiler, memory
 from isthmus._runtime.dtypes import to_jax_dtype
 from isthmus.errors import IsthmusError, LoweringError
 
@@ -40,10 +40,27 @@ def build(
     ``finish`` makes the plan once a tier is found; by default it compiles a program.
     """
     finish = finish or (lambda builder: builder.plan(inputs))
+    shown = refusals.tensors_of(values)
+    for tensor in shown:
+        check_reach(tensor)
+    plan = _plan_for(kernel, inputs, values, traced, finish)
+    # Where a view begins is no part of the key, so of a storage made shorter every call is looked at.
+    return _looking(plan) if any([buffer_of(tensor).signature.shrunk for tensor in shown]) else plan
+
+
+def _looking(plan: Plan) -> Plan:
+    def run(inputs: list[Any], values: Values) -> Any:
+        for tensor in refusals.tensors_of(values):
+            check_reach(tensor)
+        return plan(inputs, values)
+
+    return run
+
+
+def _plan_for(kernel: Kernel, inputs: list[Any], values: Values, traced: bool, finish: Finish) -> Plan:
     if not kernel.schema.mutated:
         return _choose(kernel, inputs, values, traced, finish)
     writes.check_new(kernel.op, values)
-    writes.check_aliases(kernel.op, values)
     if writes.repeats_in_lists(kernel.op, values):
         return lambda _, values: _one_by_one(kernel, values)
     return writes.guarded(kernel.op, values, _choose(kernel, inputs, values, traced, finish))
@@ -66,22 +83,28 @@ def _choose(kernel: Kernel, inputs: list[Any], values: Values, traced: bool, fin
         return _elsewhere(kernel, device)
     tier: Tier | None = kernel.lowering or decompose.function_for(kernel.functional)
     reason = "nothing lowers it"
+    meta: inference.Warnings = []
     try:
-        found = inference.infer(kernel.op, values, share=bool(kernel.schema.mutated))
+        share = bool(kernel.schema.mutated)
+        found, meta = inference.recorded(lambda: inference.infer(kernel.op, values, share=share))
     except Exception as error:
         if traced:
             raise
         # The CPU says what is wrong in the words users know; if it finds nothing wrong, it answers.
-        fallback.attempt(kernel.op, values)
+        refusals.attempt(kernel.op, values)
         tier, found, reason = None, None, f"torch could not infer its result: {error}"
     if tier is not None:
+        result = found[0] if found is not None else ()
+        warned = refusals.check(kernel.op, values, not traced, meta, result)
         try:
-            return finish(Builder(kernel, tier, inputs, values, found, traced))
+            return refusals.warning(finish(Builder(kernel, tier, inputs, values, found, traced)), warned)
+        except torch.OutOfMemoryError:
+            raise  # the CPU might try, and take the machine's memory
         except Exception as error:
             if traced:
                 raise
             reason = f"its lowering failed: {type(error).__name__}: {error}"
-            fallback.attempt(kernel.op, values)  # what the CPU refuses as well is refused in its words
+            refusals.attempt(kernel.op, values)  # what the CPU refuses as well is refused in its words
     if traced:
         raise IsthmusError(f"{kernel.op} cannot run inside a trace: {reason}")
     fallback.permit(kernel.op, kernel.schema.named(values), reason)
@@ -119,6 +142,8 @@ class Builder:
         self.errors: list[tuple[type[Exception], str]] = []
         self.computed: list[Any] = []
         self.fresh = self._fresh_specs()
+        made = [*self.fresh, *(self.mutation.resized if self.mutation is not None else [])]
+        memory.require_room([(spec.size, spec.dtype) for spec in made if spec is not None])
 
     def _fresh_specs(self) -> list[Spec | None]:
         """Return the spec of each new tensor of the result."""
@@ -237,7 +262,7 @@ def _slots(kernel: Kernel, values: Values) -> dict[str, Slot]:
 def _single(call: Callable[..., Any], make: Callable[[Any], Tensor], spec: Spec, traced: bool) -> Plan:
     """Return the plan of an op with one result: the shortest path there is."""
     size, dtype = spec.size, spec.dtype
-    if traced or spec.stride != contiguous_strides(size):
+    if traced or not is_as_made(size, spec.stride):
         return lambda inputs, values: make(call(*inputs)[0])
     signature = Signature.intern(size, to_jax_dtype(dtype))
 

@@ -11,9 +11,10 @@ from torch._ops import OpOverload
 
 from isthmus._device.dispatch import kernel_for
 from isthmus._device.private import has_kernel
+from isthmus._graph.names import Missing
+from isthmus._graph.names import aten as _aten
 from isthmus._graph.schema import schema_of
 
-_aten = torch.ops.aten
 _conjugate = kernel_for(_aten.conj_physical.default)
 _negate = kernel_for(_aten.neg.default)
 
@@ -40,9 +41,9 @@ def resolve(value: Any) -> Any:
     return apply_bits(bare(value), value) if is_lazy(value) else value
 
 
-def resolving(op: OpOverload, kernel: Callable[..., Any]) -> Callable[..., Any]:
+def resolving(op: OpOverload | Missing, kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``kernel`` with lazy arguments resolved, for the ops torch hands them to."""
-    if not (has_kernel(op, "Conjugate") or has_kernel(op, "Negative")):
+    if isinstance(op, Missing) or not (has_kernel(op, "Conjugate") or has_kernel(op, "Negative")):
         return kernel
     schema = schema_of(op)
 

@@ -13,7 +13,7 @@ import torch
 from torch._ops import OpOverload
 
 from isthmus._device.buffer import wrap
-from isthmus._graph.schema import schema_of
+from isthmus._graph.schema import ABSENT, schema_of
 from isthmus._ops.common import Number
 from isthmus._runtime.dtypes import to_torch_dtype
 from isthmus.errors import Unsupported
@@ -37,8 +37,16 @@ def _run(op: OpOverload, decomposition: Callable[..., Any], arguments: dict[str,
     inside: list[OpOverload] = _running.__dict__.setdefault("ops", [])
     if op in inside:
         raise Unsupported(f"torch's decomposition of {op} calls it again")
-    values = tuple(to_torch(arguments[a.name]) for a in schema_of(op).arguments)
-    args, kwargs = schema_of(op).split(values)
+    schema = schema_of(op)
+    # Left out where it has its default: some decompositions take ``layout``, but not None for it.
+    values = {
+        a.name: ABSENT if a.has_default and arguments[a.name] is a.default else to_torch(arguments[a.name])
+        for a in schema.arguments
+    }
+    makes = "device" in values and not any(a.kind in ("tensor", "tensors") for a in schema.arguments)
+    if makes and values["device"] is ABSENT:
+        values["device"] = torch.device("jax")  # torch's own default is the CPU
+    args, kwargs = schema.split(tuple(values.values()))
     inside.append(op)
     try:
         with torch.no_grad():

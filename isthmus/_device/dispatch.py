@@ -11,16 +11,18 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch._ops import OpOverload
 
 from isthmus._device.build import Plan, build
 from isthmus._device.entry import make_entry
 from isthmus._device.generations import Generations
 from isthmus._device.sized import SizedKernel
+from isthmus._graph.names import Missing
 from isthmus._graph.schema import functional_of, schema_of
 from isthmus._ops import families  # noqa: F401  # importing it files every lowering
 from isthmus._ops.registry import lowering_of
-from isthmus._runtime import private
+from isthmus._runtime import forks, private
 
 _building = threading.RLock()
 
@@ -49,6 +51,7 @@ class Kernel:
 
     def new_plan(self, key: tuple[Any, ...], inputs: list[Any], values: tuple[Any, ...]) -> Plan:
         """Return the plan for a key seen for the first time."""
+        forks.check()
         with _building:
             plan = self.plans.get(key)
             if plan is not None:
@@ -59,14 +62,23 @@ class Kernel:
 _kernels: dict[OpOverload, Kernel | SizedKernel] = {}
 
 
-def kernel_for(op: OpOverload) -> Callable[..., Any]:
-    """Return the function that runs ``op`` by its lowering or a lower tier."""
+def kernel_for(op: OpOverload | Missing) -> Callable[..., Any]:
+    """Return the function that runs ``op`` by its lowering or a lower tier; of a missing op, one that says so."""
+    if isinstance(op, Missing):
+        return _missing(op)
     found = _kernels.get(op)
     if found is None:
         lowering = lowering_of(functional_of(op) or op)
         sized = lowering is not None and lowering.size is not None
         found = _kernels.setdefault(op, SizedKernel(op) if sized else Kernel(op))
     return found.entry
+
+
+def _missing(op: Missing) -> Callable[..., Any]:
+    def entry(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"{op.name} is not in this torch ({torch.__version__})")
+
+    return entry
 
 
 def forget(op: OpOverload) -> None:

@@ -52,9 +52,9 @@ _TENSOR = """
     if isinstance({name}, _Tensor):
         try:
             _buffer = {name}.untyped_storage()._buffer
+            _offset = {name}.storage_offset()
         except AttributeError:
-            _buffer = _foreign({name})
-        _offset = {name}.storage_offset()
+            _buffer, _offset = {foreign}({name}), 0
         {part} = (_buffer.signature, {name}.dtype, {name}.shape, {name}.stride(), _offset != 0)
         {take}
         if _offset:
@@ -173,11 +173,13 @@ def _parameters(arguments: tuple[Argument, ...], names: dict[str, str]) -> str:
 def _part(argument: Argument, name: str, part: str, dynamic: bool, take: str) -> str:
     if argument.name == "generator":
         return ""
+    # What is written must be ours: a CPU scalar's array is a copy.
+    foreign = "_buffer_of" if argument.mutated else "_foreign"
     if argument.kind == "tensor":
         other = "_number_part" if dynamic else "_static_part"
-        return _TENSOR.format(name=name, part=part, other=other, take=take)
+        return _TENSOR.format(name=name, part=part, other=other, take=take, foreign=foreign)
     if argument.kind == "tensors" or dynamic:
-        listed = f"_list_part({name}, {dynamic}, _inputs, _number, _array_of, _offset_of)"
+        listed = f"_list_part({name}, {dynamic}, _inputs, _number, _array_of, _offset_of, {foreign})"
         return f"    {part} = {name} if {name} is _ABSENT else {listed}"
     if argument.type in _EXACT:
         return f"    {part} = {name}"
@@ -192,6 +194,7 @@ def _scope(kernel: Kernel) -> dict[str, Any]:
         "_Tensor": Tensor,
         "_alias_pattern": alias_pattern,
         "_array_of": None,
+        "_buffer_of": buffer_of,
         "_default_dtype": torch.get_default_dtype,
         "_foreign": foreign,
         "_list_part": list_part,
@@ -241,20 +244,21 @@ def list_part(
     number: Callable[[Any], Any],
     array_of: Callable[[Buffer], Any] | None,
     offset_of: Callable[[Any], Any],
+    foreign: Callable[[Tensor], Buffer],
 ) -> Any:
     """Return a list's part of the key, of tensors and of numbers; a number alone is like a list of one."""
     if type(values) is not list:
         return number_part(values, inputs, number) if dynamic else static_part(values)
     kinds = {*map(type, values)}
     if kinds <= _TENSORS:
-        return _tensors_part(values, inputs, array_of, offset_of)
+        return _tensors_part(values, inputs, array_of, offset_of, foreign)
     if dynamic and kinds == {float}:
         inputs += map(number, values)
         return (float,) * len(values)
     parts: list[Any] = []
     for value in values:
         if isinstance(value, Tensor):
-            parts += _tensors_part([value], inputs, array_of, offset_of)
+            parts += _tensors_part([value], inputs, array_of, offset_of, foreign)
         else:
             parts.append(number_part(value, inputs, number) if dynamic else static_part(value))
     return tuple(parts)
@@ -265,19 +269,23 @@ def _tensors_part(
     inputs: list[Any],
     array_of: Callable[[Buffer], Any] | None,
     offset_of: Callable[[Any], Any],
+    foreign: Callable[[Tensor], Buffer],
 ) -> tuple[Any, ...]:
     """Return the part of the key that tensors have, made in loops that Python does not run."""
     try:
         buffers = [*map(_BUFFER, map(_STORAGE, tensors))]
+        offsets = [*map(_OFFSET, tensors)]
     except AttributeError:
-        buffers = [
-            foreign(tensor) if tensor.device.type != "jax" else buffer_of(tensor) for tensor in tensors
-        ]
+        ours = [tensor.device.type == "jax" for tensor in tensors]
+        pairs = [*zip(tensors, ours, strict=True)]
+        buffers = [buffer_of(tensor) if own else foreign(tensor) for tensor, own in pairs]
+        offsets = [tensor.storage_offset() if own else 0 for tensor, own in pairs]
     held = [*map(_HELD, buffers)]
     if array_of is not None:
-        pairs = zip(held, buffers, strict=True)
-        held = [found if type(found) is Node else array_of(buffer) for found, buffer in pairs]
-    offsets = [*map(_OFFSET, tensors)]
+        held = [
+            found if type(found) is Node else array_of(buffer)
+            for found, buffer in zip(held, buffers, strict=True)
+        ]
     if any(offsets):
         for found, offset in zip(held, offsets, strict=True):
             inputs += (found, offset_of(offset)) if offset else (found,)
@@ -288,7 +296,10 @@ def _tensors_part(
 
 
 def foreign(tensor: Tensor) -> Buffer:
-    """Return a buffer for a tensor of another device: only a 0-dim one on the CPU may join in."""
+    """Return a buffer for a tensor of another device: only a 0-dim one on the CPU may join in.
+
+    It holds that one element, so the tensor starts at its beginning, wherever it lies in its own storage.
+    """
     if tensor.dim() or tensor.device.type != "cpu":
         return buffer_of(tensor)  # raises: this is not a "jax" tensor
     array = array_from_cpu(tensor)

@@ -13,19 +13,30 @@ from torch import Tensor
 from isthmus._device import mode
 from isthmus._device.buffer import storage_length, wrap, wrap_strided
 from isthmus._device.dispatch import kernel_for
+from isthmus._device.hosts import array_from_cpu
 from isthmus._device.module import check_device
 from isthmus._device.private import restride
 from isthmus._graph.layout import contiguous_strides, storage_shape
 from isthmus._ops.creation import count
-from isthmus._runtime import compiler
+from isthmus._runtime import compiler, forks, memory
 from isthmus._runtime.dtypes import to_jax_dtype
 from isthmus._runtime.hosts import device_number
 from isthmus._runtime.private import is_tracing
 
+_DEVICE = torch.device("jax", 0)  # named in recorded calls: without it torch would infer them on the CPU
 _SHARED_BYTES = 1 << 16
 _SHARED_LIMIT = 1024
 _shared: dict[tuple[Any, ...], Any] = {}
 _makers: dict[tuple[Any, ...], Any] = {}
+_counters: dict[tuple[Any, ...], Any] = {}
+
+
+def _hide() -> None:
+    for programs in (_shared, _makers, _counters):
+        forks.empty(programs)
+
+
+forks.on_fork.append(_hide)
 
 
 def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -36,6 +47,10 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
         return found
     if key not in _makers:
         import jax.numpy as jnp
+
+        if memory.nbytes(shape, dtype) > memory.LARGEST:
+            raise RuntimeError(f"Storage size calculation overflowed with sizes={list(shape)}")
+        memory.require(memory.nbytes(shape, dtype))  # before JAX counts the elements, in an int64
 
         if len(_makers) >= _SHARED_LIMIT:
             _makers.clear()
@@ -87,7 +102,7 @@ def empty_strided(
     size, stride = tuple(size), tuple(stride)
     dtype = dtype or torch.get_default_dtype()
     if mode.current.lazy and not is_tracing() and stride == contiguous_strides(size):
-        return kernel_for(torch.ops.aten.zeros.default)(size, dtype=dtype)
+        return kernel_for(torch.ops.aten.zeros.default)(size, dtype=dtype, device=_DEVICE)
     return wrap_strided(zeros(storage_shape(size, stride), to_jax_dtype(dtype)), size, stride, dtype)
 
 
@@ -119,9 +134,6 @@ def zeros_like(
     return empty_strided(self.shape, stride, dtype=dtype, device=device)
 
 
-_counters: dict[tuple[Any, ...], Any] = {}
-
-
 def _count(length: int, dtype: Any, start: Any, step: Any) -> Any:
     return count(length, start, step, dtype)
 
@@ -138,10 +150,18 @@ def arange(
 ) -> Tensor:
     """Return the numbers from ``start`` to ``end``; torch says how many, and only that is compiled for."""
     check_device(device)
+    if (
+        dtype is not None
+        and not dtype.is_floating_point
+        and not (type(start) is type(end) is type(step) is int)
+    ):
+        # How many steps of a fraction there are, and whether any, differs from dtype to dtype: as the CPU has it.
+        return wrap(array_from_cpu(torch.arange(start, end, step, dtype=dtype, device="cpu")), dtype)
     shadow = torch.ops.aten.arange.start_step(start, end, step, dtype=dtype, device="meta")
     whole = type(start) is int and step == 1 and not shadow.is_floating_point()
     if mode.current.lazy and whole and not is_tracing():
-        counted = kernel_for(torch.ops.aten.arange.start_step)(0, shadow.shape[0], 1, dtype=shadow.dtype)
+        count_up = kernel_for(torch.ops.aten.arange.start_step)
+        counted = count_up(0, shadow.shape[0], 1, dtype=shadow.dtype, device=_DEVICE)
         return counted.add_(start) if start else counted
     return _counted(shadow.shape[0], start, step, shadow.dtype)
 

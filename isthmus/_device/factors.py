@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isthmus._device import refusals
 from isthmus._device.conjugate import resolving
 from isthmus._device.dispatch import kernel_for
 from isthmus._device.factories import write_out
+from isthmus._graph.names import aten as _aten
+from isthmus._graph.schema import schema_of
 
-_aten = torch.ops.aten
 _det, _slogdet, _lstsq = (
     resolving(op, kernel_for(op))
     for op in (_aten._linalg_det.default, _aten._linalg_slogdet.default, _aten.linalg_lstsq.default)
@@ -63,6 +65,8 @@ def linalg_lstsq_out(
     A: Tensor, b: Tensor, rcond: float | None = None, *, driver: str | None = None, **targets: Tensor
 ) -> Any:
     """Solve least squares into ``solution``, ``residuals``, ``rank`` and ``singular_values``."""
+    op = _aten.linalg_lstsq.out
+    refusals.check(op, schema_of(op).ordered((A, b, rcond), {"driver": driver, **targets}))
     found = linalg_lstsq(A, b, rcond, driver=driver)
     return tuple(write_out(target, value) for target, value in zip(targets.values(), found, strict=True))
 

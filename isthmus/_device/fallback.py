@@ -10,8 +10,7 @@ from torch._ops import OpOverload
 
 from isthmus import config
 from isthmus._device import mode
-from isthmus._device.inference import numbers_as_tensors
-from isthmus._device.writes import stand_ins
+from isthmus._device.refusals import on_cpu
 from isthmus._graph.schema import schema_of
 from isthmus._runtime import counters
 from isthmus.errors import MissingLowering, first_line
@@ -40,7 +39,7 @@ def run(op: OpOverload, values: tuple[Any, ...], reason: str) -> Any:
         raise mode.current.capture.refuse_fallback(op, reason)
     if counters.count_fallback(str(op), reason) and config.fallback == "warn":
         warnings.warn(f"{op} ran on the CPU ({first_line(reason)})", FallbackWarning, stacklevel=3)
-    moved, result = _on_cpu(op, values)
+    moved, result = on_cpu(op, values)
     originals: dict[int, torch.Tensor] = {}
     before, after = schema.named(values), schema.named(moved)
     for name in schema.mutated:
@@ -52,41 +51,9 @@ def run(op: OpOverload, values: tuple[Any, ...], reason: str) -> Any:
     return _to_jax(result, originals)
 
 
-def attempt(op: OpOverload, values: tuple[Any, ...]) -> None:
-    """Run ``op`` on copies on the CPU, for the error it raises."""
-    if mode.current.capture is not None:
-        values = stand_ins(values)  # values cannot be read while a function is recorded, sizes can
-    try:
-        _on_cpu(op, values)
-    except Exception as error:
-        if "Could not run" in str(error):
-            return  # the CPU has no such op, which says nothing about the call
-        raise error.with_traceback(None) from None
-
-
-def _on_cpu(op: OpOverload, values: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
-    """Return the arguments on the CPU, and what ``op`` makes of them there."""
-    copies: dict[int, torch.Tensor] = {}
-    moved = tuple(_to_cpu(value, copies) for value in values)
-    args, kwargs = schema_of(op).split(numbers_as_tensors(op, moved))
-    return moved, op(*args, **kwargs)
-
-
 def _tensors(value: Any) -> list[torch.Tensor]:
     values = value if isinstance(value, (list, tuple)) else [value]
     return [v for v in values if isinstance(v, torch.Tensor)]
-
-
-def _to_cpu(value: Any, moved: dict[int, torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        if value.device.type == "jax" and id(value) not in moved:
-            moved[id(value)] = value.cpu()
-        return moved.get(id(value), value)
-    if isinstance(value, (list, tuple)):
-        return [_to_cpu(item, moved) for item in value]
-    if isinstance(value, torch.device) and value.type == "jax":
-        return torch.device("cpu")
-    return value
 
 
 def _to_jax(result: Any, originals: dict[int, torch.Tensor]) -> Any:

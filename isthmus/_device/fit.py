@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from isthmus._device import fallback
-from isthmus._device.writes import stand_ins
+from isthmus._device import refusals
 from isthmus._graph.schema import Schema
 
 Suspicion = Callable[[Any, Any, Any], bool]
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _WHOLE = (torch.bool, *_INTEGERS)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_FLOAT8 = tuple(d for d in vars(torch).values() if isinstance(d, torch.dtype) and "float8" in str(d))
 _RANGES: dict[Any, tuple[float, float]] = {
     **{dtype: (torch.iinfo(dtype).min, torch.iinfo(dtype).max) for dtype in _INTEGERS},
-    **{dtype: (torch.finfo(dtype).min, torch.finfo(dtype).max) for dtype in _FLOATS},
+    **{dtype: (torch.finfo(dtype).min, torch.finfo(dtype).max) for dtype in (*_FLOATS, *_FLOAT8)},
 }
 _DIVISIONS = ("aten::floor_divide", "aten::remainder", "aten::fmod", "aten::div")
 _LIMIT = 1024
@@ -39,7 +39,7 @@ def too_large(value: Any, like: Any, dtype: Any) -> bool:
     low, high = _RANGES.get(chosen, (-math.inf, math.inf))
     if low <= value <= high:
         return False
-    return math.isfinite(value) or chosen in _INTEGERS
+    return math.isfinite(value) or chosen in _INTEGERS or chosen in _FLOAT8
 
 
 def negative(value: Any, like: Any, dtype: Any) -> bool:
@@ -77,7 +77,7 @@ def refuse(op: OpOverload, values: tuple[Any, ...]) -> None:
     """Raise what the CPU raises for a call with a suspicious number, if it does."""
     key = (op, *[value.dtype if isinstance(value, Tensor) else repr(value) for value in values])
     if key not in _fine:
-        fallback.attempt(op, stand_ins(values))
+        refusals.attempt(op, refusals.stand_ins(values))
         if len(_fine) >= _LIMIT:
             _fine.clear()
         _fine.add(key)

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from isthmus._runtime import maps
+from isthmus._runtime import forks, maps
 
 # How many may be young, and after how many new ones the process's memory maps are counted.
 _LIMIT, _ROUND = 2048, 64
@@ -37,6 +37,15 @@ class Generations:
 
 
 every: weakref.WeakSet[Generations] = weakref.WeakSet()
+
+
+def _hide() -> None:
+    for each in list(every):
+        forks.empty(each.young)
+        forks.empty(each.old)
+
+
+forks.on_fork.append(_hide)
 
 
 def _make_room() -> None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from isthmus._runtime import counters
+from isthmus._runtime import counters, memory
 from isthmus._runtime.compiler import default_device, platform, scoped_x64
 from isthmus._runtime.dtypes import to_jax_dtype
 from isthmus._runtime.hosts import from_numpy, to_numpy
@@ -27,6 +27,8 @@ def array_from_cpu(tensor: torch.Tensor) -> Any:
     """Return a CPU tensor's elements on the device."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     dtype = to_jax_dtype(plain.dtype)
+    if not plain.numel():
+        memory.require_countable(plain.shape, dtype)  # numpy counts likewise
     counters.count("bytes to device", plain.nbytes)
     return from_numpy(_bytes(plain.contiguous()).view(dtype).reshape(tuple(plain.shape)))
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
+import re
+import threading
 import warnings
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch._ops import OpOverload
 
 from isthmus._device.buffer import buffer_of, storage_length
-from isthmus._device.private import below_autograd
+from isthmus._device.private import below_autograd, without_torch_function
 from isthmus._graph.layout import Spec, contiguous_strides, is_dense
 from isthmus._graph.schema import schema_of
 
 META_DEVICE = torch.device("meta")
+Result = TypeVar("Result")
+Warnings = list[tuple[type[Warning], str]]
+# For warnings of this module. The list is changed in place, since what announces a change makes Python forget too.
+_HEARD = ("always", None, Warning, re.compile(re.escape(__name__) + r"\Z"), 0)
+_CELL = torch.zeros(1, device="cpu")
 
 
 class Shadow:
@@ -51,25 +57,74 @@ def infer(
 
     Raises what torch raises for a wrong call.
     """
+    try:
+        return _infer(op, values, share)
+    except Exception:
+        # Some Meta kernels take no scalar of the CPU where those of a device do (``mul.out``, ``floor_divide``).
+        if not _has_scalars(op, values):
+            raise
+    return _infer(op, values, share, _on_meta)
+
+
+def _has_scalars(op: OpOverload, values: tuple[Any, ...]) -> bool:
+    flat = [item for v in numbers_as_tensors(op, values) for item in (v if isinstance(v, list) else [v])]
+    return any(isinstance(v, torch.Tensor) and v.device.type == "cpu" and not v.dim() for v in flat)
+
+
+def _on_meta(value: Any) -> Any:
+    """Return an argument with scalars of the CPU on Meta."""
+    if isinstance(value, (list, tuple)):
+        return [_on_meta(item) for item in value]
+    if isinstance(value, torch.Tensor) and value.device.type == "cpu" and not value.dim():
+        return torch.empty((), dtype=value.dtype, device=META_DEVICE)
+    return value
+
+
+def _infer(
+    op: OpOverload, values: tuple[Any, ...], share: bool, moved: Callable[[Any], Any] | None = None
+) -> tuple[Any, tuple[Any, ...]] | None:
     shadow = Shadow(share)
-    with torch.no_grad(), below_autograd(), _quiet_in_place(op):
+    with torch.no_grad(), below_autograd():
         shadows = tuple(shadow(value) for value in values)
-        args, kwargs = schema_of(op).split(numbers_as_tensors(op, shadows))
+        given = numbers_as_tensors(op, shadows)
+        args, kwargs = schema_of(op).split(given if moved is None else tuple(map(moved, given)))
         try:
             return op(*args, **kwargs), shadows
         except NotImplementedError:
             return None
 
 
-@contextlib.contextmanager
-def _quiet_in_place(op: OpOverload) -> Iterator[None]:
-    """Silence torch's warning about a resized ``out=`` where some Meta kernels treat an in-place target as one."""
-    if not schema_of(op).mutated or schema_of(op).has_out:
-        yield
-        return
-    with warnings.catch_warnings():  # for these alone: leaving it makes Python show old warnings again
-        warnings.filterwarnings("ignore", "An output with one or more elements was resized")
-        yield
+def recorded(function: Callable[[], Result]) -> tuple[Result, Warnings]:
+    """Return what a function returns, and the warnings of torch's that it would give.
+
+    torch hands warnings to Python where the outermost call of its bindings ends. ``apply_`` is such a call around the
+    function, so they arrive here, with this file's name. ``warnings.catch_warnings`` would make Python show old
+    warnings again each time.
+    """
+    results: list[Result] = []
+    given: Warnings = []
+    shown, thread = warnings.showwarning, threading.get_ident()
+
+    def run(_: float) -> float:
+        results.append(function())
+        return 0.0
+
+    def keep(message: Any, category: type[Warning], filename: str, *more: Any, **named: Any) -> None:
+        if threading.get_ident() == thread:
+            given.append((category, str(message)))
+        else:
+            shown(message, category, filename, *more, **named)
+
+    filters = warnings.filters
+    filters.insert(0, _HEARD)  # type: ignore[attr-defined]  # whatever the user's say: a later call may be under others
+    warnings.showwarning = keep
+    try:
+        with without_torch_function():
+            _CELL.apply_(run)
+    finally:
+        warnings.showwarning = shown
+        filters.remove(_HEARD)  # type: ignore[attr-defined]
+    return results[0], given
 
 
 def numbers_as_tensors(op: OpOverload, values: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -1,8 +1,14 @@
-"""Registers every kernel with torch; importing it loads JAX and the lowerings."""
+"""Registers every kernel with torch; importing it loads JAX and the lowerings.
+
+Two sorts: one kernel for each lowering and its ``out=`` and in-place forms, and kernels written by hand (``KERNELS`` of
+the modules imported here) for what no lowering can do. A kernel by hand whose op this torch lacks, or has with other
+arguments than those in ``_ops/schemas.txt``, is refused as a lowering would be: the op then takes a lower tier.
+"""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +18,7 @@ from isthmus._device import (
     assertions,
     attention,
     batchnorm,
+    composites,
     ctc,
     factories,
     factors,
@@ -28,8 +35,10 @@ from isthmus._device import (
 from isthmus._device.conjugate import resolving
 from isthmus._device.dispatch import forget, kernel_for
 from isthmus._device.private import has_kernel, hide_from_dynamo
-from isthmus._graph.schema import mutating_of
-from isthmus._ops.registry import Lowering, on_register, registry
+from isthmus._graph.names import Missing, overload_named
+from isthmus._graph.schema import mutating_of, schema_of
+from isthmus._ops import known_schemas
+from isthmus._ops.registry import Lowering, attempted, on_register, refused, registry
 
 _libraries: dict[str, torch.library.Library] = {}
 _registered: set[OpOverload] = set()
@@ -37,6 +46,7 @@ _own = {
     **assertions.KERNELS,
     **attention.KERNELS,
     **batchnorm.KERNELS,
+    **composites.KERNELS,
     **ctc.KERNELS,
     **rnn.KERNELS,
     **views.KERNELS,
@@ -85,18 +95,29 @@ def _loses_gradient(op: OpOverload) -> bool:
 def _register_lowering(entry: Lowering) -> None:
     for op in (entry.op, *mutating_of(entry.op)):
         forget(op)
-        if op.name().removeprefix("aten::") not in _own and not _loses_gradient(op):
+        by_hand = op.name().removeprefix("aten::") in _own and str(op) not in refused
+        if not by_hand and not _loses_gradient(op):
             _register(op, resolving(op, kernel_for(op)))
 
 
+def _register_by_hand(name: str, kernel: Callable[..., Any], key: str) -> None:
+    """Register a kernel that is not made of a lowering, unless its op is not what the kernel was written for."""
+    op = overload_named(f"aten::{name}")
+    attempted.add(op.name if isinstance(op, Missing) else str(op))
+    if isinstance(op, Missing):
+        refused[op.name] = "this torch does not have the overload"
+    elif known_schemas.match(schema_of(op)) is None:
+        refused[str(op)] = f"{op} has other arguments in this torch: {op._schema}"
+    else:
+        hide_from_dynamo(kernel)
+        _library("aten").impl(name, kernel, key)
+
+
 for _name, _function in _own.items():
-    hide_from_dynamo(_function)
-    _library("aten").impl(_name, _function, "PrivateUse1")
-for _name, _function in (
-    attention.AUTOGRAD_KERNELS | traced.AUTOGRAD_KERNELS | modules.AUTOGRAD_KERNELS
-).items():
-    hide_from_dynamo(_function)
-    _library("aten").impl(_name, _function, "AutogradPrivateUse1")
+    _register_by_hand(_name, _function, "PrivateUse1")
+for _module in (attention, composites, modules, random_factories, traced):
+    for _name, _function in _module.AUTOGRAD_KERNELS.items():
+        _register_by_hand(_name, _function, "AutogradPrivateUse1")
 for _lowering in list(registry.values()):
     _register_lowering(_lowering)
 on_register.append(_register_lowering)

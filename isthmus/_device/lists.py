@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from isthmus._device import fallback
+from isthmus._device import refusals
 from isthmus._device.dispatch import kernel_for
-
-aten = torch.ops.aten
+from isthmus._graph.names import aten
 
 
 def copy_(self: list[Tensor], src: list[Tensor], non_blocking: bool = False) -> None:
@@ -20,7 +18,7 @@ def copy_(self: list[Tensor], src: list[Tensor], non_blocking: bool = False) -> 
         kernel_for(aten._foreach_copy_.default)(self, src)
         return
     if len(self) != len(src):
-        fallback.attempt(aten._foreach_copy_.default, (self, src, non_blocking))
+        refusals.attempt(aten._foreach_copy_.default, (self, src, non_blocking))
     for target, source in zip(self, src, strict=True):
         target.copy_(source, non_blocking)
 
@@ -32,7 +30,7 @@ def _unpacked(packet: Any) -> Callable[..., Any]:
         if scalars.device.type != "cpu":
             raise RuntimeError(f"Expected scalars to be on CPU, got {scalars.device} instead.")
         if scalars.dim() != 1 or scalars.numel() != len(self):
-            fallback.attempt(packet.Tensor, (self, tensor1, tensor2, scalars))
+            refusals.attempt(packet.Tensor, (self, tensor1, tensor2, scalars))
         return packet.ScalarList(self, tensor1, tensor2, scalars.tolist())
 
     return call

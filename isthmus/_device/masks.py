@@ -13,9 +13,11 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from isthmus._device.dispatch import kernel_for
+from isthmus._graph.names import aten as _aten
+from isthmus._runtime.lines import warn_user
 
-_aten = torch.ops.aten
 _MASKS = (torch.bool, torch.uint8)
+_UINT8 = "indexing with dtype torch.uint8 is now deprecated, please use a dtype torch.bool instead."
 _nonzero = kernel_for(_aten.nonzero.default)
 
 
@@ -48,6 +50,8 @@ def expanded(self: Tensor, indices: Any) -> list[Any]:
         if index is None or index.dtype not in _MASKS:
             found.append(index)
             continue
+        if index.dtype == torch.uint8:
+            warn_user(UserWarning, _UINT8)
         _check_mask(self, index, len(found))
         found += _nonzero(index).unbind(1)
     return found
@@ -73,7 +77,7 @@ def _single_mask(self: Tensor, indices: Any, values: Tensor, accumulate: bool) -
     at, mask = present[0]
     # A mask without dims, or one that does not fit, is left to the general path and its errors.
     if (
-        mask.dtype != torch.bool
+        mask.dtype not in _MASKS
         or not mask.dim()
         or mask.device.type != "jax"
         or self.dim() < at + mask.dim()

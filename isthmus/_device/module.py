@@ -35,7 +35,10 @@ def _lazy_init() -> None:
 
 
 def _is_in_bad_fork() -> bool:
-    return False
+    import sys
+
+    forks = sys.modules.get("isthmus._runtime.forks")  # not there before the device is used
+    return forks is not None and bool(forks.forked)
 
 
 def device_count() -> int:

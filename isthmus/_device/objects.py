@@ -127,7 +127,11 @@ def _replace(storage: Any, data: Any) -> None:
 
     shape, dtype = held.signature.shape, held.signature.dtype
     same = data.nbytes == held.signature.nbytes
+    before = held.signature.nbytes
     held.rebind(from_numpy(data.view(dtype).reshape(shape if same else -1)))
+    if data.nbytes < before:
+        signature = held.signature
+        held.signature = type(signature).intern(signature.shape, dtype, signature.traced, shrunk=True)
 
 
 def _resize_(storage: Any, size: int) -> Any:
@@ -161,6 +165,20 @@ def _set_from_file(storage: Any, *args: Any) -> Any:
     return storage
 
 
+def _swap_data_ptr_(storage: Any, other: Any) -> None:
+    """Exchange what two storages hold; every tensor on either sees it."""
+    if contents(other) is None:
+        raise RuntimeError(
+            f"_swap_data_ptr_: storages must be on the same device, got {storage.device} and {other.device}"
+        )
+    sizes = _nbytes(storage), _nbytes(other)
+    if sizes[0] != sizes[1] and 0 not in sizes:
+        raise RuntimeError(
+            f"_swap_data_ptr_: storages must have the same nbytes or one must have 0, got {sizes[0]} and {sizes[1]}"
+        )
+    storage._buffer, other._buffer = other._buffer, storage._buffer
+
+
 def _refuse(storage: Any, *args: Any, **kwargs: Any) -> Any:
     raise RuntimeError(
         "a tensor on device 'jax' cannot be shared with another process; send tensor.cpu() instead"
@@ -182,6 +200,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "fill_": _fill_,
     "__setitem__": _set_item,
     "_set_from_file": _set_from_file,
+    "_swap_data_ptr_": _swap_data_ptr_,
     "is_shared": lambda storage: False,
     "resizable": lambda storage: True,
     **{name: _on_host(name) for name in ("__getitem__", "__iter__", "tolist", "_write_file", "_byteswap")},

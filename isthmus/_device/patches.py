@@ -39,6 +39,8 @@ class Patch:
     reason: str
     optional: bool = False
     """Whether some supported version lacks the name, so that its absence is no fault."""
+    adds: bool = False
+    """Whether the name is a registry that ``register`` adds to, and stays what it is."""
 
     def __str__(self) -> str:
         return f"{self.owner}.{self.name}"
@@ -50,7 +52,7 @@ _ACCELERATOR = (
     "_accelerator_getMemoryInfo", "_accelerator_getDeviceCapability", "_accelerator_synchronizeDevice",
 )  # fmt: skip
 _MEASURED = ("nbytes", "__len__", "data_ptr")
-_COPIED = ("cpu", "clone", "copy_", "resize_", "fill_", "__setitem__", "_set_from_file")
+_COPIED = ("cpu", "clone", "copy_", "resize_", "fill_", "__setitem__", "_set_from_file", "_swap_data_ptr_")
 _READ = ("__getitem__", "__iter__", "tolist", "_write_file", "_byteswap")
 _SHARED = ("is_shared", "resizable", "share_memory_", "_share_fd_cpu_", "_share_filename_cpu_")
 
@@ -77,6 +79,22 @@ TABLE: tuple[Patch, ...] = (
         "__new__",
         IMPORT,
         "torch.UntypedStorage(8, device='jax') reads through a null pointer and ends the process; torch.load gets here",
+    ),
+    Patch(
+        "torch.jit",
+        "load",
+        IMPORT,
+        "map_location='jax' reads a file into memory that is not there, and may be the first use of the device",
+    ),
+    *(
+        Patch(
+            f"torch.jit.{owner}",
+            name,
+            TENSOR,
+            "torch's C++ writes the memory behind a storage, and a 'jax' storage has none: the file had no weights",
+        )
+        for owner in ("RecursiveScriptModule", "ScriptModule")
+        for name in ("save_to_buffer", "save")
     ),
     *(
         Patch(
@@ -147,6 +165,14 @@ TABLE: tuple[Patch, ...] = (
         "register_pytree_node",
         CALL,
         "JAX learns the containers that torch's pytrees know and a function returned, such as those of transformers",
+        adds=True,
+    ),
+    Patch(
+        "multiprocessing.reduction.ForkingPickler",
+        "register",
+        TENSOR,
+        "a 'jax' storage sent to another process is refused; torch would send what is not there, or wait for ever",
+        adds=True,
     ),
 )  # fmt: skip
 
@@ -210,8 +236,8 @@ def restore(owner: str, name: str) -> None:
 
 
 def register(owner: str, name: str, *args: Any) -> None:
-    """Call a registry of torch's or JAX's that has a row, and so keeps what it is given for the whole process."""
-    row(owner, name)
+    """Call a registry of theirs that has a row, and so keeps what it is given for the whole process."""
+    assert row(owner, name).adds
     getattr(found(owner), name)(*args)
 
 

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from isthmus._device import fallback
+from isthmus._device import refusals
 from isthmus._device.dispatch import kernel_for
+from isthmus._graph.names import Missing, aten, overload_named
 from isthmus._graph.schema import schema_of
-
-aten = torch.ops.aten
 
 
 def checked(op: OpOverload, valid: Callable[..., bool]) -> Callable[..., Any]:
@@ -21,7 +20,7 @@ def checked(op: OpOverload, valid: Callable[..., bool]) -> Callable[..., Any]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not valid(*args, **kwargs):
-            fallback.attempt(op, schema_of(op).ordered(args, kwargs))
+            refusals.attempt(op, schema_of(op).ordered(args, kwargs))
         return kernel_for(op)(*args, **kwargs)
 
     return call
@@ -205,18 +204,15 @@ _LIKE: dict[str, tuple[Callable[..., bool], Callable[..., Any]]] = {
 }
 
 
-def _overload(name: str) -> OpOverload | None:
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(aten, packet), overload or "default", None)
-
-
 def _kernels() -> dict[str, Callable[..., Any]]:
     found: dict[str, Callable[..., Any]] = {
-        op.name().removeprefix("aten::"): checked(op, v) for op, v in _VALID.items()
+        op.name().removeprefix("aten::"): checked(op, v)
+        for op, v in _VALID.items()
+        if not isinstance(op, Missing)
     }
     for name, (valid, fill) in _LIKE.items():
-        op = _overload(name)
-        if op is not None:
+        op = overload_named(f"aten::{name}")
+        if not isinstance(op, Missing):
             found[name] = _elsewhere(checked(op, valid), fill)
     found["randperm.generator_out"] = _randperm_out
     found["dropout"] = dropout
@@ -225,5 +221,4 @@ def _kernels() -> dict[str, Callable[..., Any]]:
 
 KERNELS = _kernels()
 # The composite would be differentiated op by op; this one leaves it to native_dropout.
-_autograd = torch.library.Library("aten", "IMPL")
-_autograd.impl("dropout", dropout, "AutogradPrivateUse1")
+AUTOGRAD_KERNELS = {"dropout": dropout}

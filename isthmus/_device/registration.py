@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 import threading
 import warnings
@@ -13,6 +14,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from _isthmus_autoload import rival
 from isthmus._device import patches, private
+from isthmus._upstream import DRIFT, not_available, warn_if_unchecked
 from isthmus.errors import RegistrationError
 
 _lock = threading.RLock()
@@ -26,7 +28,7 @@ def register() -> None:
             return
         _check_first()
         _state["with torch"] = getattr(torch.__spec__, "_initializing", False)
-        from isthmus._device import autocast, module, objects
+        from isthmus._device import autocast, module, objects, scripted
 
         _setup_privateuseone_for_python_backend(
             "jax", backend_module=module, hook=_Hooks(), device_guard=_Guard()
@@ -37,6 +39,7 @@ def register() -> None:
         private.hide_from_dynamo(_Guard.type_)
         _state["pass autocast"] = autocast.allow()
         objects.install_on_import()
+        scripted.install_loading()
         _serve_accelerator()
         _warn_of_rival()
 
@@ -85,14 +88,43 @@ def _load_then_call(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def load() -> None:
-    """Load JAX and every kernel."""
+    """Load JAX and every kernel, all of it or nothing: after a failure or Ctrl-C the next call starts anew."""
     _check_in_time()
-    from isthmus._device import autocast, kernels, objects, private  # noqa: F401
+    if "autocast" in _state:
+        return
+    with _lock:
+        before = set(sys.modules)
+        try:
+            from isthmus._device import autocast, kernels, objects, private, processes, scripted  # noqa: F401
+            from isthmus._runtime import forks
 
-    if "autocast" not in _state:
-        objects.install()
-        private.allow_flex_attention()
-        _state["autocast"] = autocast.install()  # last: it says that all is there
+            forks.watch()
+            processes.install()
+            objects.install()
+            scripted.install_saving()
+            private.allow_flex_attention()
+            library = autocast.install()
+        except BaseException as error:
+            _unload(before)
+            if isinstance(error, DRIFT):
+                raise not_available(error) from error
+            raise
+        _state["autocast"] = library  # last: it says that all is there
+        warn_if_unchecked()
+
+
+def _unload(before: set[str]) -> None:
+    """Forget the modules of this package that were imported since, and with them the kernels they registered.
+
+    A module half imported would otherwise meet what its first half has filed: "already has a lowering".
+    """
+    for name in [name for name in sys.modules if name.startswith("isthmus.") and name not in before]:
+        parent, _, child = name.rpartition(".")
+        del sys.modules[name]
+        # ``from package import child`` asks the package first, which still has it.
+        if parent in sys.modules and hasattr(sys.modules[parent], child):
+            delattr(sys.modules[parent], child)
+    gc.collect()  # a torch.library.Library takes its kernels back when it is freed
 
 
 def _check_in_time() -> None:

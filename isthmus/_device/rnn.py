@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from isthmus._device.dispatch import kernel_for
-
-_aten = torch.ops.aten
+from isthmus._graph.names import aten as _aten
 
 
 def _with_biases(cell: Any) -> Any:

@@ -9,14 +9,18 @@ import numpy as np
 import torch
 from torch._ops import OpOverload
 
-from isthmus._device import fallback
+from isthmus._device import refusals
 from isthmus._device.buffer import wrap
 from isthmus._device.generations import Generations
+from isthmus._device.inference import Warnings
 from isthmus._graph.schema import functional_of, schema_of
 from isthmus._ops.registry import registry
 from isthmus._runtime import compiler
 from isthmus._runtime.dtypes import to_jax_dtype
+from isthmus._runtime.lines import warn_user
 from isthmus.errors import IsthmusError
+
+_LIMIT = 4096
 
 
 class SizedKernel:
@@ -26,20 +30,21 @@ class SizedKernel:
         self.op, self.schema = op, schema_of(op)
         self.lowering = registry[functional_of(op) or op]
         self.generations = Generations()
+        self.asked: dict[Any, Warnings] = {}  # what the CPU warns of, by what it was asked
 
     def entry(self, *args: Any, **kwargs: Any) -> Any:
         """Run one call."""
         arguments = self.schema.bind(args, kwargs)
         values = self.schema.ordered(args, kwargs)
         try:
-            return self._run(arguments)
-        except IsthmusError:
+            return self._run(arguments, values)
+        except (IsthmusError, torch.OutOfMemoryError):
             raise
         except Exception:
-            fallback.attempt(self.op, values)  # what the CPU refuses as well is refused in its words
+            refusals.attempt(self.op, values)  # what the CPU refuses as well is refused in its words
             raise
 
-    def _run(self, arguments: dict[str, Any]) -> Any:
+    def _run(self, arguments: dict[str, Any], values: tuple[Any, ...]) -> Any:
         from isthmus._device.transfer import array_of
 
         targets = [arguments.pop(name) for name in self.schema.mutated]
@@ -50,6 +55,13 @@ class SizedKernel:
                 f"{self.op} has a result whose size depends on values, which a trace does not have"
             )
         arguments = {n: to_jax_dtype(v) if isinstance(v, torch.dtype) else v for n, v in arguments.items()}
+        key = (*[(t.dtype, t.shape) for t in targets], *[(a.shape, a.dtype) for a in arrays], repr(arguments))
+        if key not in self.asked:
+            if len(self.asked) >= _LIMIT:
+                self.asked.clear()
+            self.asked[key] = refusals.check(self.op, values)
+        for category, text in self.asked[key]:
+            warn_user(category, text)
         found = self._program("size", names, arrays, arguments)(*arrays)
         size = tuple(np.asarray(found).reshape(-1).tolist())
         results = self._program(size, names, arrays, arguments)(*arrays)

@@ -12,9 +12,9 @@ from isthmus._device import objects
 from isthmus._device.buffer import buffer_of, storage_length
 from isthmus._device.private import META, become, empty_tensor, redispatch_to_meta, restride
 from isthmus._graph.layout import contiguous_strides, span
+from isthmus._graph.names import aten as _aten
+from isthmus._runtime import memory
 from isthmus._runtime.compiler import scoped_x64
-
-_aten = torch.ops.aten
 
 
 def as_strided(self: Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> Tensor:
@@ -49,6 +49,8 @@ def as_strided_(self: Tensor, size: Any, stride: Any, storage_offset: int | None
 
 def resize_(self: Tensor, size: Any, *, memory_format: Any = None) -> Tensor:
     """Give ``self`` another size, its storage grown if it must be, elements kept in storage order."""
+    if memory_format is None and tuple(self.shape) == tuple(size):
+        return self  # with the strides it has
     if memory_format is torch.channels_last or memory_format is torch.channels_last_3d:
         stride = torch.empty(size, device="meta", memory_format=memory_format).stride()
     else:
@@ -64,6 +66,9 @@ def _grow(tensor: Tensor, length: int) -> None:
         return
     buffer = buffer_of(tensor)
     width = tensor.dtype.itemsize
+    if length * width > memory.LARGEST:
+        raise RuntimeError(f"Storage size calculation overflowed: {length} elements of {width} bytes")
+    memory.require(length * width)
     more = -(-missing * width // buffer.signature.dtype.itemsize)
     with scoped_x64():
         buffer.rebind(jnp.pad(buffer.value.reshape(-1), (0, more)))
@@ -109,9 +114,26 @@ def zeros_laid_out_as(self: Tensor, other: Tensor, *, self_num_batch_dims: int =
     return made.as_strided((*batch, *other.shape), (*strides, *other.stride()), other.storage_offset())
 
 
+def lazy_clone(self: Tensor) -> Tensor:
+    """Return a copy of the storage in the layout of ``self``: arrays never change, so it costs nothing."""
+    copied = restride(self, (storage_length(self),), (1,)).clone()
+    return restride(copied, self.shape, self.stride(), int(self.storage_offset()))
+
+
 def has_same_storage_numel(self: Tensor, other: Tensor) -> bool:
     """Return whether two storages hold as many elements."""
     return storage_length(self) == storage_length(other)
+
+
+def is_set_to(self: Tensor, tensor: Tensor) -> bool:
+    """Return whether two tensors show the same part of one storage in the same way."""
+    if self.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
+        return False
+    return _layout(self) == _layout(tensor)
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 def _torchs_own(name: str, overload: str = "default") -> Any:
@@ -128,7 +150,9 @@ KERNELS = {
     "set_.source_Storage_storage_offset": set_storage_,
     "set_": set_nothing_,
     "_new_zeros_with_same_feature_meta": zeros_laid_out_as,
+    "_lazy_clone": lazy_clone,
     "_has_same_storage_numel": has_same_storage_numel,
+    "is_set_to": is_set_to,
     "view": _torchs_own("view"),
     "view.dtype": _torchs_own("view", "dtype"),
     "_reshape_alias": _torchs_own("_reshape_alias"),

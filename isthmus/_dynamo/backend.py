@@ -26,6 +26,7 @@ from isthmus._dynamo.private import (
 from isthmus._dynamo.program import Program
 from isthmus._dynamo.quick import quick
 from isthmus._dynamo.random import key_random_nodes
+from isthmus._dynamo.refusals import Refused, refuses_a_write
 
 _numbers = itertools.count()
 keep_optimizer_steps_on_device()
@@ -45,6 +46,8 @@ def isthmus(
 
     check_mode(mode)
     chosen = parse(options)
+    if refuses_a_write(module.graph):
+        return module.forward  # op by op, to raise in torch's words where the call is made
     number = next(_numbers)
     alone: list[Clusters] = []
     compiled = aot_autograd(
@@ -55,7 +58,10 @@ def isthmus(
         decompositions=decompositions.table(),
         keep_inference_input_mutations=True,
     )
-    wrapped = compiled(module, example_inputs)
+    try:
+        wrapped = compiled(module, example_inputs)
+    except Refused:
+        return module.forward
     spare_call(module.graph)
     # Compiled autograd hands its inputs over in lists, which torch's wrapper flattens.
     nested = any(isinstance(each, (list, tuple, dict)) for each in example_inputs)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch._ops import OpOverload
 
-from isthmus._dynamo import attention
+from isthmus._dynamo import attention, refusals
 from isthmus._dynamo.evaluate import OWN
 from isthmus._graph.schema import schema_of
 from isthmus._ops import families  # noqa: F401  # importing it files every lowering
@@ -22,7 +22,7 @@ def table() -> dict[OpOverload, Callable[..., Any]]:
     from torch._decomp import decomposition_table
 
     torchs = {
-        op: function
+        op: refusals.checking(op, function)
         for op, function in decomposition_table.items()
         if isinstance(op, OpOverload)
         and op not in OWN

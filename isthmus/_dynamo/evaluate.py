@@ -21,7 +21,7 @@ from isthmus._device.decompose import to_arrays
 from isthmus._device.hosts import array_from_cpu
 from isthmus._device.plan import store
 from isthmus._device.private import has_kernel
-from isthmus._dynamo import layout
+from isthmus._dynamo import layout, refusals
 from isthmus._dynamo.random import Draw, Keyed, key_of
 from isthmus._graph.schema import Argument, mutating_of, schema_of
 from isthmus._ops import families  # noqa: F401  # importing it files every lowering
@@ -111,6 +111,12 @@ class Evaluation:
             return self.words
         if isinstance(target, Keyed):
             return lower(target.op, args[1:], kwargs, key_of(args[0], target.index))
+        if (
+            isinstance(target, OpOverload)
+            and target not in VIEWS
+            and (target not in OWN or lowering_of(target) is not None)
+        ):
+            refusals.check(target, args, kwargs)
         if target in OWN:
             return OWN[target](self, node, *args, **kwargs)
         if target in VIEWS:

@@ -1,4 +1,7 @@
-"""Every private API of Dynamo that Isthmus uses; checked on torch 2.11 and 2.13 by tests/test_private.py."""
+"""Every private API of Dynamo that Isthmus uses, all of it optional as ``isthmus._upstream`` defines that.
+
+tests/test_private.py checks what each name does, tests/test_drift.py what happens without it.
+"""
 
 from __future__ import annotations
 
@@ -11,33 +14,53 @@ import torch
 
 from isthmus._device import patches
 from isthmus._device.private import has_kernel
+from isthmus._upstream import optional
 
 GraphBreak = tuple[list[tuple[str, int]], str, str | None]
 """Files and lines, innermost last, the reason, and the function that was given up where it could not be resumed."""
 
 
 @functools.cache
+@optional(
+    "an optimizer inside torch.compile keeps its step counts on the CPU, which costs transfers", lambda: None
+)
 def keep_optimizer_steps_on_device() -> None:
     """Let Dynamo trace an optimizer on "jax" as it does on CUDA: with its step counts on the device.
 
-    Left on the CPU, each parameter's count would cross to the device and back in every step.
+    Left on the CPU, each parameter's count would cross to the device and back in every step. From torch 2.14 on, Dynamo
+    sets ``capturable`` only while the optimizer makes its state, for groups that ``_safe_to_set_capturable`` names;
+    before, it sets it for good in ``_set_capturable``.
     """
     from torch._dynamo.variables.optimizer import OptimizerVariable
 
+    owner = "torch._dynamo.variables.optimizer.OptimizerVariable"
+    if hasattr(OptimizerVariable, "_safe_to_set_capturable"):
+        names_group = OptimizerVariable._safe_to_set_capturable
+
+        def safe_to_set_capturable(self: Any, group: dict[str, Any], *rest: Any) -> bool:
+            return names_group(self, group, *rest) or _has_fresh_state(self, group)
+
+        patches.replace(owner, "_safe_to_set_capturable", lambda theirs: safe_to_set_capturable)
+        return
     original = OptimizerVariable._set_capturable
 
-    def set_capturable(self: Any, tx: Any) -> None:
+    def set_capturable(self: Any, *args: Any) -> None:
         for group in self.value.param_groups:
-            fresh = all(p.device.type == "jax" and p not in self.value.state for p in group["params"])
-            if fresh and "capturable" in group:
+            if _has_fresh_state(self, group):
                 group["capturable"] = True
-        original(self, tx)
+        original(self, *args)
 
-    owner = "torch._dynamo.variables.optimizer.OptimizerVariable"
     patches.replace(owner, "_set_capturable", lambda theirs: set_capturable)
 
 
+def _has_fresh_state(variable: Any, group: dict[str, Any]) -> bool:
+    """Return whether the parameters of a group are all on "jax" and have no state yet."""
+    state = variable.value.state
+    return "capturable" in group and all(p.device.type == "jax" and p not in state for p in group["params"])
+
+
 @functools.cache
+@optional("attention with sizes that change cannot be trained under torch.compile", lambda: None)
 def give_attention_shapes() -> torch.library.Library | None:
     """Say what the gradients of attention look like, which torch 2.11 does not: without it no size may change."""
     op = torch.ops.aten._scaled_dot_product_fused_attention_overrideable_backward.default
@@ -58,23 +81,52 @@ def gradients_of_attention(
 @contextlib.contextmanager
 def graph_breaks() -> Iterator[list[GraphBreak]]:
     """Collect the breaks of what is compiled inside this block, which begins with nothing compiled."""
-    from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
-
-    graph_break_reasons.clear()
-    before = get_compilation_metrics()
-    found: list[GraphBreak] = []
-    yield found
-    for one in graph_break_reasons:
-        found.append(([(frame.filename, frame.lineno or 0) for frame in one.user_stack], one.reason, None))
-    for metrics in get_compilation_metrics():
+    before = _compilation_metrics()
+    breaks: list[GraphBreak] = []
+    _resumed_breaks(forget=True)
+    yield breaks
+    breaks += _resumed_breaks()
+    for metrics in _compilation_metrics():
         if metrics.fail_reason is None or any(metrics is old for old in before):
             continue
         # A break that cannot be resumed from, as in a loop, is no graph's reason: the whole frame is left to Python.
         file = metrics.fail_user_frame_filename or metrics.co_filename or ""
         line = metrics.fail_user_frame_lineno or metrics.co_firstlineno or 0
-        found.append(([(file, line)], metrics.fail_reason, metrics.co_name))
+        breaks.append(([(file, line)], metrics.fail_reason, metrics.co_name))
 
 
+@optional("isthmus.explain shows no graph breaks that Dynamo resumed from", lambda forget=False: [])
+def _resumed_breaks(forget: bool = False) -> list[GraphBreak]:
+    """Return the breaks that Dynamo noted since they were last forgotten."""
+    from torch._dynamo.utils import graph_break_reasons
+
+    if forget:
+        graph_break_reasons.clear()
+    return [
+        ([(frame.filename, frame.lineno or 0) for frame in each.user_stack], each.reason, None)
+        for each in graph_break_reasons
+    ]
+
+
+@optional("isthmus.explain shows no functions that Dynamo gave up", list)
+def _compilation_metrics() -> list[Any]:
+    """Return Dynamo's records of what it compiled, with the fields that ``graph_breaks`` reads."""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    fields = (
+        "fail_reason",
+        "fail_user_frame_filename",
+        "fail_user_frame_lineno",
+        "co_filename",
+        "co_firstlineno",
+    )
+    for metrics in (every := get_compilation_metrics()):
+        for field in (*fields, "co_name"):
+            getattr(metrics, field)
+    return every
+
+
+@optional("torch.compile freezes no parameters", set)
 def parameter_places() -> set[int]:
     """Return which arguments of the graph being compiled are parameters and buffers."""
     from torch._guards import TracingContext
@@ -91,24 +143,24 @@ def nonstrict_trace(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch._dynamo.nonstrict_trace(function)  # type: ignore[no-any-return]
 
 
+@optional("every call of a compiled function takes about 10 us more", lambda graph: None)
 def spare_call(graph: torch.fx.Graph) -> None:
     """Keep the code that Dynamo is about to write around a graph short: it runs at every call.
 
     It marks, for a profiler, where the code begins and ends, and it looks up the current stream for whatever may name
     one (later torch only where one does). Both are done in Python and take half as long as a small program's call.
     """
+    from torch._dynamo import graph_bytecode_inputs as external
+
     _Unmarked.next = True
-    try:
-        from torch._dynamo.graph_bytecode_inputs import (
-            index_to_bytecode_constructor,
-            index_to_external_object_weakref,
-        )
-    except ImportError:  # said elsewhere in other versions: the lookup is only slow
-        return
-    found = [reference() for reference in index_to_external_object_weakref.values()]
-    alone = len(index_to_bytecode_constructor) == 1 and isinstance(found[0], torch.Stream)
+    # Dynamo's objects by number: dicts up to torch 2.14, lists since.
+    writers, references = external.index_to_bytecode_constructor, external.index_to_external_object_weakref
+    objects = [
+        reference() for reference in (references.values() if isinstance(references, dict) else references)
+    ]
+    alone = len(writers) == len(objects) == 1 and isinstance(objects[0], torch.Stream)
     if alone and not any(_names_objects(node.target) for node in graph.nodes):
-        index_to_bytecode_constructor.clear()
+        writers.clear()
 
 
 class _Unmarked:
@@ -118,18 +170,22 @@ class _Unmarked:
 
 
 @functools.cache
+@optional("every call of a compiled function takes some microseconds more", lambda: None)
 def write_short_calls() -> None:
     """Let Dynamo write calls without marks where ``spare_call`` asked for it."""
     from torch._dynamo import config
     from torch._dynamo.codegen import PyCodegen
 
     original = PyCodegen.make_call_generated_code
+    with config.patch(record_runtime_overhead=config.record_runtime_overhead):
+        pass  # the setting exists and can be patched
 
-    def make_call_generated_code(self: Any, fn_name: str) -> None:
+    @functools.wraps(original)
+    def make_call_generated_code(self: Any, *args: Any, **kwargs: Any) -> None:
         marked = config.record_runtime_overhead and not _Unmarked.next
         _Unmarked.next = False
         with config.patch(record_runtime_overhead=marked):
-            original(self, fn_name)
+            original(self, *args, **kwargs)
 
     owner = "torch._dynamo.codegen.PyCodegen"
     patches.replace(owner, "make_call_generated_code", lambda theirs: make_call_generated_code)
@@ -141,6 +197,7 @@ def _names_objects(target: Any) -> bool:
     return names[0] == "streams" or "external_object" in names[1] or "leaf_function" in names[1]
 
 
+@optional("compiled functions without gradients run inside torch's wrapper", lambda: False)
 def only_calls_graph() -> bool:
     """Return whether AOTAutograd, which is compiling an inference graph, will do nothing but call what is compiled.
 
@@ -149,12 +206,7 @@ def only_calls_graph() -> bool:
     """
     context = torch._guards.TracingContext.try_get()
     meta = context.fw_metadata if context is not None else None
-    if meta is None:
-        return False
-    try:
-        return _adds_nothing(meta)
-    except AttributeError:  # another torch says it in other words: its wrapper is always right
-        return False
+    return meta is not None and _adds_nothing(meta)
 
 
 def _adds_nothing(meta: Any) -> bool:

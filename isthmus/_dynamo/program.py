@@ -19,6 +19,7 @@ from isthmus._dynamo.options import Options
 from isthmus._dynamo.random import NO_WORDS, Draw
 from isthmus._dynamo.running import Run
 from isthmus._dynamo.specialization import Specialization
+from isthmus._runtime import forks
 from isthmus._runtime.hosts import device_number
 
 _aten = torch.ops.aten
@@ -40,6 +41,8 @@ class Program:
 
     def __call__(self, args: list[Any]) -> Any:
         """Run one call; ``args`` is emptied."""
+        if forks.forked:
+            forks.check()
         if mode.current.lazy:
             mode.current.materialise()
         last = self.last

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from isthmus._device.buffer import Signature, maker
 from isthmus._device.plan import store
-from isthmus._device.private import restriding
+from isthmus._device.private import restrided, restriding
 from isthmus._device.registration import load
 from isthmus._dynamo import crossing
 from isthmus._dynamo.keeping import KEEP, Contents, Part, token
@@ -32,7 +32,7 @@ class View:
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return this view of a tensor's storage; ``restriding`` is in force."""
-        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.start)
+        return restrided(tensor, self.size, self.stride, tensor.storage_offset() + self.start)
 
 
 class Returns:

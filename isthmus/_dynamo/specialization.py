@@ -10,7 +10,7 @@ import jax
 from torch import Tensor
 from torch.fx import Node
 
-from isthmus._device.buffer import Buffer
+from isthmus._device.buffer import Buffer, check_reach
 from isthmus._device.checks import Conditions
 from isthmus._device.plan import Slot, Static, TensorSlot, slot_for
 from isthmus._device.resident import Packing
@@ -41,6 +41,8 @@ class Specialization:
         self.conditions = Conditions()
         self.kinds = [_kind(source) for source in sources]
         self.local = [isinstance(a, Tensor) and a.device.type == "jax" for a in args]
+        for arg in [arg for arg, local in zip(args, self.local, strict=True) if local]:
+            check_reach(arg)
         # Targets on one storage are written one after another; each group of them is one output. A tensor of another
         # device arrives as an array of its own.
         storages = [args[at].untyped_storage()._cdata if self.local[at] else (at,) for at in program.targets]

@@ -33,6 +33,14 @@ def contiguous_strides(size: Sequence[int]) -> Ints:
     return tuple(reversed(strides))
 
 
+def is_as_made(size: Sequence[int], stride: Sequence[int]) -> bool:
+    """Return whether torch's bare new tensor has this layout: a row-major one with elements.
+
+    Of an empty tensor the strides it computes are those of no other device's.
+    """
+    return 0 not in size and tuple(stride) == contiguous_strides(size)
+
+
 def span(size: Sequence[int], stride: Sequence[int]) -> int:
     """Return how many elements of storage a view covers from its first to its last."""
     if 0 in size:

@@ -20,6 +20,13 @@ class Missing:
     def __repr__(self) -> str:
         return f"Missing({self.name})"
 
+    # Tables by op are read and written under the name alone, whichever access made the object.
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Missing) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
 
 class _Packet:
     def __init__(self, namespace: str, name: str) -> None:
@@ -37,6 +44,13 @@ class _Namespace:
 
     def __getattr__(self, packet: str) -> Any:
         return _Packet(self._name, packet)
+
+
+def overload_named(name: str) -> OpOverload | Missing:
+    """Return the overload that torch's dispatcher calls ``name``, such as ``aten::add.Tensor`` or ``aten::silu``."""
+    namespace, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+    return getattr(_Packet(namespace, packet), overload or "default")  # type: ignore[no-any-return]
 
 
 aten: Any = _Namespace("aten")

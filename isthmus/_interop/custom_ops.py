@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 from isthmus._graph.schema import schema_of
 from isthmus._interop.arrays import to_jax
 from isthmus._interop.functions import Calls, jax_function
-from isthmus._ops.registry import lowering
+from isthmus._ops.registry import user_lowering
 from isthmus.errors import SchemaError
 
 Function = Callable[..., Any]
@@ -54,7 +54,7 @@ class Definition:
 
         lowered.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         tensors = {a.name for a in schema_of(op).arguments if a.kind in ("tensor", "tensors")}
-        lowering(op, static=set(names) - tensors)(lowered)
+        user_lowering(op, static=set(names) - tensors)(lowered)
 
     def _lowered(self, args: list[Any]) -> Any:
         border, tensors = self.calls.of(tuple(args), {})

@@ -122,12 +122,12 @@ def _argument_key(value: Any) -> Any:
                 f"calls cannot be told apart"
             ) from None
         return (type(value), part)
-    layout = (value.device, value.dtype, value.shape, value.stride(), value.storage_offset())
+    layout = (value.device, value.dtype, value.shape, value.stride())
     if value.device.type != "jax":
-        return (*layout, value.requires_grad)
+        return (*layout, value.requires_grad)  # its elements are moved in, wherever its storage has them
     leaf = value.requires_grad and value.is_leaf
     bits = (value.requires_grad, leaf, leaf and value.grad is None, value.is_conj(), value.is_neg())
-    return (*layout, *bits, value.untyped_storage()._buffer.signature)  # type: ignore[attr-defined]
+    return (*layout, value.storage_offset(), *bits, value.untyped_storage()._buffer.signature)  # type: ignore[attr-defined]
 
 
 def _aliases(flat: list[Any]) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from isthmus._lazy import causes, storms
 from isthmus._lazy.hosted import HostedProgram
 from isthmus._lazy.trace import trace
 from isthmus._lazy.xla import NOTHING, Kept, XlaProgram
-from isthmus._runtime import counters
+from isthmus._runtime import counters, forks
 
 # An array nobody else holds is counted in the trace and as an argument of getrefcount.
 _OWNED = 2
@@ -90,6 +90,7 @@ _families: OrderedDict[tuple[Any, ...], Family] = OrderedDict()
 
 def materialise() -> None:
     """Run everything recorded whose result somebody can still read."""
+    forks.check()
     with trace.lock:
         if trace.refusal is not None:
             raise trace.refusal()

@@ -20,7 +20,7 @@ from isthmus._device.mutation import restride_all
 from isthmus._device.plan import NumberSlot, Slot, Static, TensorSlot
 from isthmus._device.private import empty_tensor, restride
 from isthmus._graph import structure
-from isthmus._graph.layout import Spec, contiguous_strides, storage_shape
+from isthmus._graph.layout import Spec, is_as_made, storage_shape
 from isthmus._graph.nodes import TABLE, Call, Input, Node, Type, call_of, node
 from isthmus._graph.schema import PLACEMENT
 from isthmus._lazy.trace import trace
@@ -192,7 +192,7 @@ class Recipe:
         single = len(self.call.types) == 1 and not self.checked
         if plain and single and self.builder.mutation is None and self.builder.assembler() is only:
             spec, _ = self.fresh[0]
-            if spec.stride == contiguous_strides(spec.size):
+            if is_as_made(spec.size, spec.stride):
                 return _plain(self.call, spec)
         if plain and single and len(self.writes) == 1 and not self.fresh:
             return self._in_place() or self._general()
@@ -292,7 +292,7 @@ def signature_of(spec: Spec) -> Signature:
 def maker(spec: Spec, calls: list[Call]) -> Callable[[Node], Tensor]:
     """Return a function that makes tensors of this spec on new storages, of a result that these calls lay out."""
     size, stride, dtype = spec.size, spec.stride, spec.dtype
-    signature, contiguous = signature_of(spec), stride == contiguous_strides(size)
+    signature, contiguous = signature_of(spec), is_as_made(size, stride)
 
     def make(found: Node) -> Tensor:
         tensor = empty_tensor(size, dtype)

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from isthmus._graph.names import Missing, aten
-from isthmus._graph.schema import schema_of
 from isthmus._ops.common import accumulation_dtype, cast, keyword_signature, promote, wrap_dim
+from isthmus._ops.known_schemas import arguments_of
 from isthmus._ops.registry import lowering
 from isthmus.errors import Unsupported
 
@@ -24,7 +24,7 @@ def activation(op: Any, function: Callable[..., Any]) -> None:
     if isinstance(op, Missing):
         lowering(op)(function)
         return
-    arguments = schema_of(op).arguments
+    arguments = arguments_of(op)
 
     def lowered(**values: Any) -> Any:
         tensors = [values[a.name] for a in arguments if a.kind == "tensor"]

@@ -15,9 +15,9 @@ import jax.scipy.special as jsp
 import numpy as np
 
 from isthmus._graph.names import Missing, aten
-from isthmus._graph.schema import schema_of
 from isthmus._ops import coefficients as c
 from isthmus._ops.common import INT_TO_FLOAT, cast, keyword_signature, promote
+from isthmus._ops.known_schemas import arguments_of
 from isthmus._ops.registry import lowering
 from isthmus.errors import Unsupported
 
@@ -51,7 +51,7 @@ def full_precision(op: Any, function: Callable[..., Array]) -> None:
     if isinstance(op, Missing):
         lowering(op)(function)
         return
-    names = [argument.name for argument in schema_of(op).arguments]
+    names = [argument.name for argument in arguments_of(op)]
 
     def lowered(**operands: Any) -> Array:
         _, dtype = promote(*operands.values(), kind=INT_TO_FLOAT)

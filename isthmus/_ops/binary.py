@@ -8,13 +8,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from isthmus._graph.names import aten
+from isthmus._ops.checks import require
 from isthmus._ops.common import (
     ALWAYS_BOOL,
     DEFAULT,
     INT_TO_FLOAT,
     NO_OPMATH,
+    Number,
     cast,
     divide,
     elementwise,
@@ -102,8 +105,11 @@ def _pow(a: Array, b: Array) -> Array:
     if jnp.issubdtype(a.dtype, jnp.integer):
         return _integer_pow(a, b)
     found = jnp.power(a, b)
-    # The logarithm of a complex zero is of no use.
-    return jnp.where((a == 0) & (b.real > 0), 0, found) if jnp.iscomplexobj(a) else found
+    if not jnp.iscomplexobj(a):
+        return found
+    # The logarithm of a complex zero is of no use, and that of an infinite number loses its parts.
+    found = jnp.where((a == 0) & (b.real > 0), 0, found)
+    return found if b.ndim else jnp.where(b == 2, a * a, jnp.where(b == 3, a * a * a, found))
 
 
 def _integer_pow(a: Array, b: Array) -> Array:
@@ -185,19 +191,13 @@ SAME: dict[Any, Callable[..., Any]] = {
     aten.bitwise_or.Scalar: jnp.bitwise_or,
     aten.bitwise_xor.Tensor: jnp.bitwise_xor,
     aten.bitwise_xor.Scalar: jnp.bitwise_xor,
-    aten.floor_divide.default: _floor_divide,
     aten.fmax.default: ordered(jnp.fmax),
     aten.fmin.default: ordered(jnp.fmin),
-    aten.fmod.Tensor: jax.lax.rem,
-    aten.fmod.Scalar: lambda a, b: jax.lax.rem(a, jnp.broadcast_to(b, a.shape)),
     aten.maximum.default: ordered(_maximum),
     aten.minimum.default: ordered(_minimum),
     aten.pow.Tensor_Tensor: _pow,
     aten.pow.Tensor_Scalar: _pow,
     aten.pow.Scalar: _pow,
-    aten.remainder.Tensor: _remainder,
-    aten.remainder.Scalar: _remainder,
-    aten.remainder.Scalar_Tensor: _remainder,
     aten.clamp.default: ordered(_clamp),
     aten.clamp.Tensor: ordered(_clamp),
     aten.clamp_min.default: ordered(jnp.maximum),
@@ -218,6 +218,14 @@ FLOATING: dict[Any, Callable[..., Any]] = {
     aten.logaddexp.default: logaddexp,
     aten.logaddexp2.default: _logaddexp2,
 }
+DIVISIONS: dict[Any, Callable[..., Any]] = {
+    aten.floor_divide.default: _floor_divide,
+    aten.fmod.Tensor: jax.lax.rem,
+    aten.fmod.Scalar: jax.lax.rem,
+    aten.remainder.Tensor: _remainder,
+    aten.remainder.Scalar: _remainder,
+    aten.remainder.Scalar_Tensor: _remainder,
+}
 COMPARISONS = {
     "eq": jnp.equal,
     "ne": jnp.not_equal,
@@ -233,19 +241,6 @@ LOGICAL = {
 }
 
 
-def _broadcasting(fn: Any) -> Any:
-    return lambda a, b: fn(*jnp.broadcast_arrays(a, b))
-
-
-for _op in (
-    aten.fmod.Tensor,
-    aten.remainder.Tensor,
-    aten.remainder.Scalar,
-    aten.remainder.Scalar_Tensor,
-    aten.floor_divide.default,
-    aten.fmod.Scalar,
-):
-    SAME[_op] = _broadcasting(SAME[_op])
 for _op, _fn in SAME.items():
     elementwise(_op, _fn, promote_as=DEFAULT)
 for _op, _fn in FLOATING.items():
@@ -257,6 +252,36 @@ for _op, _fn in LOGICAL.items():
     elementwise(_op, _fn, promote_as=ALWAYS_BOOL)
 
 
+def _refuse_zeros(other: Any, b: Array) -> None:
+    """Raise what torch's CPU raises for integers divided by zero; XLA would answer with a number."""
+    if not jnp.issubdtype(b.dtype, jnp.integer):
+        return
+    number = other.value if isinstance(other, Number) else other
+    if isinstance(number, jax.core.Tracer):
+        if isinstance(other, Number):
+            return  # looked at before the program runs: _device/fit.py
+    elif jnp.ndim(number) == 0 and bool(np.asarray(number) != 0):
+        return
+    require(b != 0, RuntimeError, "ZeroDivisionError")
+
+
+def _division(op: Any, fn: Callable[..., Any]) -> None:
+    """File a division, whose integers have no quotient by zero."""
+
+    def lowered(self: Any, other: Any) -> Array:
+        compute, result = promote(self, other)
+        a, b = jnp.broadcast_arrays(cast(self, compute), cast(other, compute))
+        _refuse_zeros(other, b)
+        return cast(fn(a, b), result)
+
+    lowered.__wrapped_function__ = fn  # type: ignore[attr-defined]
+    lowering(op)(lowered)
+
+
+for _op, _fn in DIVISIONS.items():
+    _division(_op, _fn)
+
+
 def _div_mode(op: Any) -> None:
     @lowering(op)
     def div(self: Array, other: Any, rounding_mode: str | None) -> Array:
@@ -264,6 +289,8 @@ def _div_mode(op: Any) -> None:
         kind = INT_TO_FLOAT if rounding_mode is None else DEFAULT
         compute, result = promote(self, other, kind=kind)
         a, b = jnp.broadcast_arrays(cast(self, compute), cast(other, compute))
+        if rounding_mode is not None:
+            _refuse_zeros(other, b)
         fn = {None: divide, "trunc": _trunc_divide, "floor": _floor_divide}[rounding_mode]
         return cast(fn(a, b), result)
 

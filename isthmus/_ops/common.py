@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -12,18 +13,20 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax import lax
 from torch._ops import OpOverload
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as Promotion
 from torch._prims_common import elementwise_dtypes
 
 from isthmus._graph.names import Missing
-from isthmus._graph.schema import schema_of
+from isthmus._ops.known_schemas import arguments_of
 from isthmus._ops.registry import lowering
 from isthmus._runtime import compiler
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
 from isthmus.errors import Unsupported
 
 Array = Any
+FLOAT8 = frozenset(np.dtype(getattr(jnp, name)) for name in dir(jnp) if name.startswith("float8_"))
 DEFAULT = Promotion.DEFAULT
 NO_OPMATH = Promotion.NO_OPMATH
 INT_TO_FLOAT = Promotion.INT_TO_FLOAT
@@ -68,19 +71,82 @@ def cast(operand: Any, dtype: Any) -> Array:
     dtype = np.dtype(dtype)
     if array.dtype == dtype:
         return array
+    if dtype in FLOAT8 or array.dtype in FLOAT8:
+        return _through_float32(array, dtype)
     if array.dtype == np.bool_ and jnp.issubdtype(dtype, jnp.inexact):
         # XLA takes a product with a converted bool for a choice, so that inf * False would be 0, not nan.
         return jnp.where(array, jnp.ones((), dtype), jnp.zeros((), dtype))
     if jnp.issubdtype(array.dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
         array = array.real if dtype != np.bool_ else array != 0
-    if (
-        jnp.issubdtype(array.dtype, jnp.floating)
-        and jnp.issubdtype(dtype, jnp.integer)
-        and dtype.itemsize < 8
-    ):
-        # torch truncates through int64 and wraps; XLA saturates.
-        array = array.astype(jnp.int64)
+    if jnp.issubdtype(array.dtype, jnp.floating) and jnp.issubdtype(dtype, jnp.integer):
+        return _truncated(array, dtype)
     return array.astype(dtype)
+
+
+def _truncated(array: Array, dtype: np.dtype[Any]) -> Array:
+    """Return floats as integers, where they do not fit as x86 converts them; XLA saturates and makes 0 of a nan.
+
+    The processor has instructions for int32 and int64, which give the least integer for all that is out of range,
+    nan included. Smaller types are the low bits of one of them; an uint32 and an uint8 are those of an int64.
+    """
+    wide = np.dtype(np.int32 if dtype.name in ("int8", "int16", "uint16", "int32") else np.int64)
+    limit = 2.0 ** (8 * wide.itemsize - 1)
+    if array.dtype.itemsize < 4:
+        array = array.astype(jnp.float32)  # a float16 has no such limit
+    inside = (array >= -limit) & (array < limit)
+    whole = jnp.where(inside, array.astype(wide), jnp.iinfo(wide).min).astype(dtype)
+    if dtype != np.uint64:
+        return whole
+    # Above int64 the compiler subtracts its limit first; what is out of range then is 0.
+    return jnp.where(
+        array >= limit, jnp.where(array < 2 * limit, array.astype(dtype), jnp.zeros((), dtype)), whole
+    )
+
+
+def _through_float32(array: Array, dtype: np.dtype[Any]) -> Array:
+    """Return float8s as another type or another type as float8s: torch converts by way of float32, and saturates."""
+    if array.dtype not in FLOAT8:
+        wide = cast(array, jnp.float32)
+    elif array.dtype.name == "float8_e8m0fnu" and dtype.name in ("float64", "complex128", "bool"):
+        # XLA flushes 2**-127, a denormal float32; so the exponent is put where a float64 has its own.
+        bits = (lax.bitcast_convert_type(array, jnp.uint8).astype(jnp.uint64) + (1023 - 127)) << 52
+        wide = jnp.where(jnp.isnan(array), jnp.nan, lax.bitcast_convert_type(bits, jnp.float64))
+    else:
+        wide = array.astype(jnp.float32)
+        if jnp.issubdtype(dtype, jnp.integer) and array.dtype.name.endswith(("fnu", "fnuz")):
+            # Their only nan is a constant to torch's compiler, which makes 0 of it.
+            wide = jnp.where(jnp.isnan(wide), 0, wide)
+    if dtype not in FLOAT8:
+        return cast(wide, dtype)
+    if dtype.name == "float8_e8m0fnu":
+        return _exponents(wide, array)
+    if dtype.name.endswith("fnuz"):
+        # XLA joins two conversions to one, and that makes nan of negative numbers that round to 0: it has no -0.
+        wide = jnp.where(abs(wide) <= float(jnp.finfo(dtype).smallest_subnormal) / 2, 0.0, wide)
+    if dtype.name == "float8_e4m3fn" and _saturates():
+        largest = float(jnp.finfo(dtype).max)
+        wide = jnp.where(jnp.isnan(wide), wide, jnp.clip(wide, -largest, largest))
+    return wide.astype(dtype)
+
+
+@functools.cache
+def _saturates() -> bool:
+    """Return whether torch makes the largest float8_e4m3fn of what is larger; older versions made nan of it."""
+    return not torch.tensor(1e4).to(torch.float8_e4m3fn).float().isnan().item()
+
+
+def _exponents(wide: Array, array: Array) -> Array:
+    """Return float32s as powers of two, rounded to the nearest, ties up; the sign is dropped, as torch does."""
+    bits = lax.bitcast_convert_type(wide, jnp.uint32)
+    exponent = (bits >> 23) & 0xFF
+    guard, rest = (bits & 0x400000) != 0, (bits & 0x3FFFFF) != 0
+    # A tie goes up unless the exponent is 0, where the float32 is denormal.
+    up = guard & (rest | (exponent > 0)) & (exponent < 0xFF)
+    found = (exponent + up).astype(jnp.uint8)
+    if array.dtype == np.float64:
+        # XLA flushes what is denormal as a float32; torch rounds it, to 2**-127 or 2**-126.
+        found = jnp.where(abs(array) < 2.0**-126, abs(array) > 2.0**-127 + 2.0**-150, found).astype(jnp.uint8)
+    return lax.bitcast_convert_type(found, jnp.float8_e8m0fnu)
 
 
 class _Linear(threading.local):
@@ -132,7 +198,7 @@ def elementwise(
     if isinstance(op, Missing):
         lowering(op)(function)
         return
-    arguments = schema_of(op).arguments
+    arguments = arguments_of(op)
     operands = [a.name for a in arguments if a.kind in ("tensor", "scalar") and a.name not in static]
 
     def lowered(**values: Any) -> Array:

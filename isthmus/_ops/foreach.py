@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from isthmus._graph.names import Missing, aten
 from isthmus._graph.schema import schema_of
 from isthmus._ops.common import accumulation_dtype, cast, keyword_signature
+from isthmus._ops.known_schemas import arguments_of
 from isthmus._ops.registry import lowering, registry
 
 Array = Any
@@ -29,7 +30,7 @@ def _foreach(name: str, op: Any, **order: str) -> None:
     if isinstance(listed, Missing) or isinstance(op, Missing):
         lowering(listed)(lambda: None)
         return
-    arguments = schema_of(listed).arguments
+    arguments = arguments_of(listed)
     names = [a.name for a in arguments]
     lists = {a.name for a in arguments if a.kind in ("tensors", "scalars")}
 

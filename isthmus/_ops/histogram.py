@@ -202,19 +202,27 @@ def histogramdd_bins(
 
 @lowering(aten.histc.default)
 def histc(self: Array, bins: int = 100, min: Any = 0, max: Any = 0) -> Array:
-    """How many elements fall in each of equally wide bins; of a range of no width, the data's own."""
-    if not jnp.issubdtype(self.dtype, jnp.floating) or bins < 1:
+    """How many elements fall in each of equally wide bins; of a range of no width, the data's own.
+
+    The CPU has it for floats only. Integers are counted as on CUDA: their bounds are integers and so is the arithmetic.
+    """
+    if self.dtype == jnp.bool_ or jnp.issubdtype(self.dtype, jnp.complexfloating) or bins < 1:
         raise Unsupported("torch refuses it")
-    flat, wide = self.reshape(-1), accumulation_dtype(self.dtype)
-    first, last = cast(min, self.dtype), cast(max, self.dtype)
+    whole = jnp.issubdtype(self.dtype, jnp.integer)
+    flat, wide = self.reshape(-1), jnp.dtype(jnp.int64) if whole else accumulation_dtype(self.dtype)
+    own = wide if whole else self.dtype  # CUDA's bounds of int8 are not int8
+    first, last = cast(min, own), cast(max, own)
     if flat.size:
         given = first != last
-        first, last = jnp.where(given, first, flat.min()), jnp.where(given, last, flat.max())
+        first = jnp.where(given, first, cast(flat.min(), own))
+        last = jnp.where(given, last, cast(flat.max(), own))
     widen = jnp.where(first == last, 1, 0).astype(wide)
-    first, last = cast(cast(first, wide) - widen, self.dtype), cast(cast(last, wide) + widen, self.dtype)
+    first, last = cast(cast(first, wide) - widen, own), cast(cast(last, wide) + widen, own)
     finite = jnp.isfinite(first) & jnp.isfinite(last)
     require(finite, RuntimeError, "torch.histc: range of [min, max] is not finite")
     require(~finite | (first < last), RuntimeError, "torch.histc: max must be larger than min")
+    flat = cast(flat, own)
     inside = (flat >= first) & (flat <= last)
-    place = _step(jnp.where(inside, flat, first), first, last, bins)
+    held = jnp.where(inside, flat, first)
+    place = (held - first) * bins // jnp.maximum(last - first, 1) if whole else _step(held, first, last, bins)
     return _tally(jnp.minimum(place, bins - 1), inside, bins, None, self.dtype)

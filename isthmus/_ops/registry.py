@@ -1,16 +1,23 @@
-"""The registry: ``@lowering(op)`` checks a function against the op's schema and files it under the op."""
+"""The registry: ``@lowering(op)`` checks a function against the op's schema and files it under the op.
+
+Two decorators, one register. The families of this folder use ``lowering``: where this torch's schema is not one that
+the function was written for (``known_schemas``), the function is *refused*: noted with the reason, shown by
+``isthmus doctor``, and the op takes its decomposition or the CPU. One renamed argument upstream must not cost the whole
+device. Users get ``user_lowering`` as ``isthmus.lowering``, which raises: a mistake of theirs is theirs to see.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from torch._ops import OpOverload
 
 from isthmus._graph.names import Missing
 from isthmus._graph.schema import PLACEMENT, Schema, schema_of
+from isthmus._ops import known_schemas
 from isthmus.errors import SchemaError, Unsupported
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -27,6 +34,8 @@ class Lowering:
     random: bool
     matmul: bool
     size: Callable[..., Any] | None
+    renamed: dict[str, str] = field(default_factory=dict)
+    """The function's name for each argument that this torch calls otherwise."""
 
     def __call__(self, arguments: dict[str, Any]) -> Any:
         """Lower a call given every argument by name; one nobody knows may only have its default."""
@@ -35,18 +44,37 @@ class Lowering:
             known = name in self.parameters or name in PLACEMENT or name == "rng"
             if not known and not (name in defaults and _same(value, defaults[name])):
                 raise Unsupported(f"the lowering of {self.op} does not know {name}={value!r}")
-        return self.function(**{_safe(k): v for k, v in arguments.items() if k in self.parameters})
+        names = {name: _safe(self.renamed.get(name, name)) for name in arguments if name in self.parameters}
+        return self.function(**{names[name]: arguments[name] for name in names})
 
 
 registry: dict[OpOverload, Lowering] = {}
+attempted: set[str] = set()
+"""Names of the overloads that families of this folder have a function for, whether or not it was refused."""
 refused: dict[str, str] = {}
+"""Why a function of ours does not serve its op with this torch, by the op's name."""
 waiting: dict[str, Callable[[OpOverload], Any]] = {}
 """Lowerings of ops that other libraries define, by the op's name, until its first call."""
 on_register: list[Callable[[Lowering], None]] = []
 """Called with each new lowering; the device hangs its kernels here."""
 
 
-def lowering(
+def lowering(op: OpOverload | Missing, **options: Any) -> Callable[[Function], Function]:
+    """File the decorated function as the lowering of ``op``, or refuse it; options are those of ``user_lowering``."""
+
+    def file(function: Function) -> Function:
+        name = op.name if isinstance(op, Missing) else str(op)
+        attempted.add(name)
+        try:
+            return user_lowering(op, **options)(function)
+        except SchemaError as error:
+            refused[name] = str(error)
+            return function
+
+    return file
+
+
+def user_lowering(
     op: OpOverload | Missing,
     *,
     static: Iterable[str] = (),
@@ -56,7 +84,7 @@ def lowering(
     size: Callable[..., Any] | None = None,
     replace: bool = False,
 ) -> Callable[[Function], Function]:
-    """File the decorated function as the lowering of ``op``.
+    """File the decorated function as the lowering of ``op``; raise SchemaError where it does not fit the op.
 
     Tensors and ``Scalar`` arguments are run-time values, everything else is static; ``static`` and
     ``dynamic`` name the exceptions. A ``random`` lowering has a parameter ``rng``, a JAX key; a ``matmul``
@@ -69,16 +97,23 @@ def lowering(
             refused[op.name] = "this torch does not have the overload"
             return function
         schema = _check_op(op, replace)
-        parameters = _check_parameters(schema, function, random=random, sized=size is not None)
+        signature = {_schema_name(name) for name in inspect.signature(function).parameters}
+        extra = ({"rng"} if random else set()) | ({"size"} if size is not None else set())
+        renamed = _check_drift(schema, signature - extra)
+        now = {old: new for new, old in renamed.items()}
+        parameters = frozenset(now.get(name, name) for name in signature)
+        _check_parameters(schema, parameters, random=random, sized=size is not None)
         runtime = {a.name for a in schema.arguments if a.kind in ("tensor", "tensors", "scalar", "scalars")}
+        runtime = (runtime | {now.get(n, n) for n in dynamic}) - {now.get(n, n) for n in static}
         entry = Lowering(
             op=op,
             function=function,
-            dynamic=frozenset((runtime | set(dynamic)) - set(static)),
+            dynamic=frozenset(runtime),
             parameters=parameters,
             random=random,
             matmul=matmul,
             size=size,
+            renamed=renamed,
         )
         registry[op] = entry
         for listener in on_register:
@@ -95,7 +130,7 @@ def lowering_when_defined(name: str, **options: Any) -> Callable[[Function], Fun
     """
 
     def wait(function: Function) -> Function:
-        waiting[name] = lambda op: lowering(op, **options)(function)
+        waiting[name] = lambda op: user_lowering(op, **options)(function)
         return function
 
     return wait
@@ -127,12 +162,21 @@ def _check_op(op: Any, replace: bool) -> Schema:
     return schema
 
 
-def _check_parameters(
-    schema: Schema, function: Callable[..., Any], *, random: bool, sized: bool
-) -> frozenset[str]:
+def _check_drift(schema: Schema, parameters: set[str]) -> dict[str, str]:
+    """Return the lowering's names for renamed arguments; raise where the schema is none it was checked with."""
+    match = known_schemas.match(schema)
+    if match is None:
+        now, forms = known_schemas.form_of(schema), known_schemas.known_forms()[str(schema.op)]
+        raise SchemaError(
+            f"{schema.op} has other arguments in this torch: {known_schemas.describe(now)}, "
+            f"not {known_schemas.describe(forms[-1])}"
+        )
+    return match.renamed(parameters)
+
+
+def _check_parameters(schema: Schema, parameters: frozenset[str], *, random: bool, sized: bool) -> None:
     known = {argument.name for argument in schema.arguments}
     extra = ({"rng"} if random else set()) | ({"size"} if sized and "size" not in known else set())
-    parameters = {_schema_name(name) for name in inspect.signature(function).parameters}
     strangers = parameters - known - extra
     if strangers:
         raise SchemaError(
@@ -142,7 +186,6 @@ def _check_parameters(
     if required - parameters:
         missing = ", ".join(sorted(required - parameters))
         raise SchemaError(f"lowering of {schema.op} ignores required arguments: {missing}")
-    return frozenset(parameters)
 
 
 def _safe(name: str) -> str:

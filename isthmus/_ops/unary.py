@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from isthmus._graph.names import aten
+from isthmus._ops import complex_functions
 from isthmus._ops.common import (
     ALWAYS_BOOL,
     COMPLEX_TO_FLOAT,
@@ -44,12 +45,8 @@ def _keep_int(fn: Any) -> Any:
     return lambda x: fn(x) if _is_floating(x) else x
 
 
-def _rsqrt(x: Array) -> Array:
-    return 1 / jnp.sqrt(x) if _is_complex(x) else jax.lax.rsqrt(x)
-
-
 def _abs(x: Array) -> Array:
-    return x if x.dtype == jnp.bool_ else jnp.abs(x)
+    return x if x.dtype == jnp.bool_ else complex_functions.absolute(x)
 
 
 def _sinc(x: Array) -> Array:
@@ -65,35 +62,35 @@ def _erfinv(x: Array) -> Array:
 
 
 FLOATING = {
-    aten.acos.default: jnp.arccos,
-    aten.acosh.default: jnp.arccosh,
-    aten.asin.default: jnp.arcsin,
-    aten.asinh.default: jnp.arcsinh,
-    aten.atan.default: jnp.arctan,
-    aten.atanh.default: jnp.arctanh,
-    aten.cos.default: jnp.cos,
-    aten.cosh.default: jnp.cosh,
+    aten.acos.default: complex_functions.acos,
+    aten.acosh.default: complex_functions.acosh,
+    aten.asin.default: complex_functions.asin,
+    aten.asinh.default: complex_functions.asinh,
+    aten.atan.default: complex_functions.atan,
+    aten.atanh.default: complex_functions.atanh,
+    aten.cos.default: complex_functions.cos,
+    aten.cosh.default: complex_functions.cosh,
     aten.digamma.default: digamma,
     aten.erf.default: jax.lax.erf,
     aten.erfc.default: jax.lax.erfc,
     aten.erfinv.default: _erfinv,
-    aten.exp.default: jnp.exp,
-    aten.exp2.default: jnp.exp2,
-    aten.expm1.default: jnp.expm1,
+    aten.exp.default: complex_functions.exp,
+    aten.exp2.default: complex_functions.exp2,
+    aten.expm1.default: complex_functions.expm1,
     aten.lgamma.default: jax.lax.lgamma,
-    aten.log.default: jnp.log,
-    aten.log10.default: jnp.log10,
-    aten.log1p.default: jnp.log1p,
-    aten.log2.default: jnp.log2,
+    aten.log.default: complex_functions.log,
+    aten.log10.default: complex_functions.log10,
+    aten.log1p.default: complex_functions.log1p,
+    aten.log2.default: complex_functions.log2,
     aten.reciprocal.default: lambda x: 1 / x,
-    aten.rsqrt.default: _rsqrt,
-    aten.sigmoid.default: jax.nn.sigmoid,
-    aten.sin.default: jnp.sin,
+    aten.rsqrt.default: complex_functions.rsqrt,
+    aten.sigmoid.default: complex_functions.sigmoid,
+    aten.sin.default: complex_functions.sin,
     aten.sinc.default: _sinc,
-    aten.sinh.default: jnp.sinh,
-    aten.sqrt.default: jnp.sqrt,
-    aten.tan.default: jnp.tan,
-    aten.tanh.default: jnp.tanh,
+    aten.sinh.default: complex_functions.sinh,
+    aten.sqrt.default: complex_functions.sqrt,
+    aten.tan.default: complex_functions.tan,
+    aten.tanh.default: complex_functions.tanh,
 }
 SAME = {
     aten.bitwise_not.default: jnp.bitwise_not,

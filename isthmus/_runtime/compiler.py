@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from isthmus._runtime import counters, disk, effort, gaps, private, progress
+from isthmus._runtime import counters, disk, effort, forks, gaps, memory, private, progress
 
 Function = Callable[..., Any]
 # XLA's compiler runs without the interpreter lock, so two threads may meet here; one compiles at a time.
@@ -79,9 +79,11 @@ def build(
     title: str = "",
 ) -> Executable:
     """Compile ``function`` for inputs of these shapes, with options for XLA, and keep what can be told about it."""
+    forks.check()  # before the lock, which a thread of the parent may have held
     clock = Clock()
     with _lock, scoped_x64(), progress.line(title), private.forgetting_callers():
         traced = jax.jit(function, donate_argnums=donate).trace(*jax.tree.map(abstract, list(inputs)))
+        memory.check(traced.jaxpr.jaxpr)
         options = options(traced) if callable(options) else dict(options or {})
         clock.lap("trace")
         lowered = traced.lower()
@@ -133,6 +135,7 @@ def platform() -> str:
 
 def wait() -> None:
     """Wait for what this thread began, results that nobody kept included: a device does one thing after another."""
+    forks.check()
     call, zero = _something()
     call(zero).block_until_ready()
 

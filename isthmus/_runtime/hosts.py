@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from isthmus._runtime import forks
 from isthmus._runtime.compiler import default_device, scoped_x64
 from isthmus._runtime.lines import user_line
 from isthmus._runtime.private import forgetting_callers
@@ -39,6 +40,7 @@ def _as_numpy(value: Any) -> np.ndarray[Any, Any]:
 
 def from_numpy(array: np.ndarray[Any, Any]) -> Any:
     """Return ``array`` on the device, in memory of its own."""
+    forks.check()
     # A decomposition may ask while its program is traced: the array must be a value, not a tracer of it.
     with scoped_x64(), jax.ensure_compile_time_eval(), forgetting_callers():
         # device_put may alias the numpy memory on the CPU platform; the tensor it came from can still change.
@@ -53,4 +55,5 @@ def to_numpy(value: Any) -> np.ndarray[Any, Any]:
             f"tracing, which has none yet: compute with the tensor instead, for example by torch.where, or run the "
             f"function outside of jax.jit, grad and vmap"
         )
+    forks.check()
     return np.asarray(value)

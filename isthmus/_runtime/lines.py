@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import sysconfig
+import warnings
 from pathlib import Path
 from types import FrameType
 
@@ -30,6 +31,22 @@ def user_line() -> str:
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def warn_user(category: type[Warning], text: str) -> None:
+    """Warn of the line of the user's code that is running."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if (OWNERS[name] if name in OWNERS else owner(name)) is None:
+            break
+        frame = frame.f_back
+    if frame is None:
+        warnings.warn(text, category, stacklevel=2)
+        return
+    scope = frame.f_globals
+    registry = scope.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(text, category, name, frame.f_lineno, scope.get("__name__"), registry)
 
 
 def owner(name: str) -> str | None:

@@ -1,26 +1,84 @@
-"""Every private API of JAX that Isthmus uses; checked on JAX 0.10 and 0.11 by tests/test_private.py."""
+"""Every private API of JAX that Isthmus uses; all of it optional, as ``isthmus._upstream`` defines that.
+
+tests/test_private.py checks what each name does, tests/test_drift.py what happens without it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, ParamSpec, TypeVar
 
 import jax
-from jax._src.core import trace_state_clean as trace_state_clean  # false while JAX traces on this thread
-from jax._src.interpreters import partial_eval
+from jax.extend.core import Primitive, get_opaque_trace_state
+from jax.interpreters import partial_eval
+
+from isthmus._upstream import choose, optional, switch_off, switched_off
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _eager_trace_state() -> Any:
+    """Return what JAX's trace state is where nothing is traced: that of a new thread."""
+    states: list[Any] = []
+    thread = threading.Thread(target=lambda: states.append(get_opaque_trace_state()))
+    thread.start()
+    thread.join()
+    return states[0]
+
+
+def _clean_by_comparison() -> bool:
+    return bool(get_opaque_trace_state() == _eager_trace_state())
+
+
+def _private_trace_state_clean() -> Callable[[], bool]:
+    from jax._src.core import trace_state_clean
+
+    if not isinstance(trace_state_clean(), bool):
+        raise TypeError("jax._src.core.trace_state_clean returns no bool")
+    return trace_state_clean
+
+
+trace_state_clean = choose(
+    "_runtime.private.trace_state_clean",
+    "every op in lazy mode takes about 50 us more",
+    _private_trace_state_clean,
+    _clean_by_comparison,
+)
+"""Return whether JAX traces nothing on this thread."""
+
+
+def _traceback_scope() -> Callable[[], AbstractContextManager[Any]]:
+    from jax._src.interpreters.partial_eval import TracebackScope
+
+    with TracebackScope():
+        return TracebackScope
+
 
 # JAX keeps the code of all callers with what it makes, to tell where that came from; under this guard it does not.
 # Dynamo frees a compiled function when the code it made for it dies, so the function's own arrays must not keep it.
-forgetting_callers = getattr(partial_eval, "TracebackScope", contextlib.nullcontext)
+forgetting_callers: Callable[[], AbstractContextManager[Any]] = choose(
+    "_runtime.private.forgetting_callers",
+    "functions under torch.compile are not freed before the process ends",
+    _traceback_scope,  # type: ignore[arg-type]
+    contextlib.nullcontext,
+)
 
 
+@optional("every call of a program takes a few microseconds more", otherwise=lambda compiled: compiled)
 def fast_call(compiled: jax.stages.Compiled) -> Callable[..., Any]:
-    """Return the cheapest way to call ``compiled``: JAX's C++ path where it has one."""
-    executable, params = getattr(compiled, "_executable", None), getattr(compiled, "_params", None)
-    create = getattr(executable, "create_cpp_call", None)
-    call = create(params) if create is not None and params is not None else None
-    return call if call is not None else compiled
+    """Return the cheapest way to call ``compiled``: JAX's C++ path, which has none for some programs."""
+    call = compiled._executable.create_cpp_call(compiled._params)  # type: ignore[attr-defined]
+    if call is None:
+        return compiled
+    if not callable(call):
+        raise TypeError(f"create_cpp_call returned {type(call).__name__}")
+    return call
 
 
 def is_traced(values: Sequence[Any]) -> bool:
@@ -28,27 +86,52 @@ def is_traced(values: Sequence[Any]) -> bool:
     return any(isinstance(value, jax.core.Tracer) for value in values)
 
 
+@optional(
+    "derivatives of torch code inside JAX may compute what nothing needs", otherwise=lambda jaxpr: jaxpr
+)
 def without_dead_code(jaxpr: Any) -> Any:
     """Return a jaxpr without the equations that no result needs, and with all its arguments."""
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
-def prunes(primitive: Any) -> None:
+def _prune(used: list[bool], *live_and_equation: Any) -> Any:
+    """Drop the results of one equation that nothing needs: a rule of JAX's dead-code elimination.
+
+    JAX up to 0.11 calls it with (used results, equation), JAX 0.12 with (used results, live inputs, equation).
+    """
+    equation = live_and_equation[-1]
+    if not any(used):
+        return [False] * len(equation.invars), None
+    whole = equation.params["jaxpr"]
+    jaxpr, needed = partial_eval.dce_jaxpr(whole.jaxpr, used)
+    left = equation.replace(
+        invars=[v for v, need in zip(equation.invars, needed, strict=True) if need],
+        outvars=[v for v, need in zip(equation.outvars, used, strict=True) if need],
+        params={"jaxpr": whole.replace(jaxpr=jaxpr)},
+    )
+    return needed, left
+
+
+def _try_pruning(primitive: Primitive) -> None:
+    """Register the rule and run it once, on a call whose second result nothing needs; undo it where that fails."""
+    partial_eval.dce_rules[primitive] = _prune
+    try:
+        one = jax.ShapeDtypeStruct((), "float32")
+        inner = jax.make_jaxpr(lambda x, y: [x + x, y * y])(one, one)
+        outer = jax.make_jaxpr(lambda x, y: primitive.bind(x, y, jaxpr=inner)[0])(one, one)
+        pruned, needed = partial_eval.dce_jaxpr(outer.jaxpr, [True])
+        (equation,) = pruned.eqns
+        if needed != [True, False] or len(equation.outvars) != 1:
+            raise TypeError("JAX's dead-code elimination keeps what the rule drops")
+    except BaseException:
+        del partial_eval.dce_rules[primitive]
+        raise
+
+
+@optional("torch code inside JAX may compute what nothing needs", otherwise=lambda primitive: None)
+def prunes(primitive: Primitive) -> None:
     """Let JAX drop results of a primitive that nothing needs; its one parameter is the jaxpr it computes."""
-
-    def prune(used: list[bool], equation: Any) -> Any:
-        if not any(used):
-            return [False] * len(equation.invars), None
-        whole = equation.params["jaxpr"]
-        jaxpr, needed = partial_eval.dce_jaxpr(whole.jaxpr, used)
-        left = equation.replace(
-            invars=[v for v, need in zip(equation.invars, needed, strict=True) if need],
-            outvars=[v for v, need in zip(equation.outvars, used, strict=True) if need],
-            params={"jaxpr": whole.replace(jaxpr=jaxpr)},
-        )
-        return needed, left
-
-    partial_eval.dce_rules[primitive] = prune
+    _try_pruning(primitive)
 
 
 def is_tracing() -> bool:
@@ -56,6 +139,27 @@ def is_tracing() -> bool:
     return not trace_state_clean()
 
 
+def _cudnn(function: Callable[P, T]) -> Callable[P, T]:
+    """Raise NotImplementedError where cuDNN's functions are not what they were; refusals of theirs pass through.
+
+    Both tell the caller to compute attention otherwise; a changed function is not tried again.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        name = f"_runtime.private.{function.__name__}"
+        if name in switched_off:
+            raise NotImplementedError(switched_off[name])
+        try:
+            return function(*args, **kwargs)
+        except (AttributeError, ImportError, TypeError) as error:
+            switch_off(name, "attention on GPUs takes several times as long and more memory", error)
+            raise NotImplementedError(switched_off[name]) from error
+
+    return call
+
+
+@_cudnn
 def cudnn_attention(query: Any, key: Any, value: Any, is_causal: bool, scale: float) -> tuple[Any, Any]:
     """Return attention by cuDNN's kernel and the logarithms of its sums; lengths come before heads.
 
@@ -70,6 +174,7 @@ def cudnn_attention(query: Any, key: Any, value: Any, is_causal: bool, scale: fl
     return out, sums
 
 
+@_cudnn
 def cudnn_attention_gradients(
     grad: Any, query: Any, key: Any, value: Any, out: Any, sums: Any, is_causal: bool, scale: float
 ) -> tuple[Any, Any, Any]:
@@ -77,20 +182,23 @@ def cudnn_attention_gradients(
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     nothing = jax.numpy.zeros(0, query.dtype)
-    found = cudnn._dot_product_attention_bwd_p_wrapper.bind(
-        query,
-        key,
-        value,
-        *[nothing] * 7,
-        sums,
-        out,
-        grad,
-        scale=scale,
-        seed=42,
-        dropout_rate=0.0,
-        variadic_args=(False, False),
-        mask_type=cudnn.MaskType.CAUSAL if is_causal else cudnn.MaskType.NO_MASK,
-        layout=cudnn.AttentionLayout.BTNH.value,
-        sliding_window_length=None,
+    options = {
+        "scale": scale,
+        "seed": 42,
+        "dropout_rate": 0.0,
+        "variadic_args": (False, False),
+        "mask_type": cudnn.MaskType.CAUSAL if is_causal else cudnn.MaskType.NO_MASK,
+        "layout": cudnn.AttentionLayout.BTNH.value,
+        "sliding_window_length": None,
+        "score_mod": None,  # from JAX 0.12 on
+        "score_mod_args": (),
+    }
+    # The options that this JAX has come after the 13 arrays; one we do not know switches this off.
+    names = list(inspect.signature(cudnn._dot_product_attention_bwd_impl).parameters)[13:]
+    if not set(names) <= set(options):
+        raise TypeError(f"cuDNN's attention has options that Isthmus does not know: {names}")
+    names = [name for name in names if name != "score_mod_args"]  # further arrays, of which there are none
+    gradients = cudnn._dot_product_attention_bwd_p_wrapper.bind(
+        query, key, value, *[nothing] * 7, sums, out, grad, **{name: options[name] for name in names}
     )
-    return tuple(found[:3])
+    return tuple(gradients[:3])

@@ -1,0 +1,119 @@
+"""Calls in a graph that the CPU refuses: torch's Meta kernels, by which it was traced, miss many of its checks.
+
+The CPU is asked about each op of a graph once per sizes and dtypes (``isthmus/_device/refusals.py``): about those with
+a lowering where they are lowered, about others where torch takes them apart. What it refuses is not compiled. It runs
+op by op, and the device raises as it does without ``torch.compile``; so a doubt costs speed and no answer.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.fx import Graph, Node
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from isthmus._device import refusals
+from isthmus._device.inference import Warnings
+from isthmus._graph.schema import schema_of
+from isthmus._runtime.dtypes import to_torch_dtype
+from isthmus._runtime.lines import warn_user
+
+_LIMIT = 4096
+_answers: dict[Any, tuple[Warnings, str | None]] = {}
+
+
+class Refused(Exception):
+    """The CPU refuses a call of a graph."""
+
+
+def check(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Raise ``Refused`` if the CPU refuses a call, and give its warnings; tensors are arrays, or fake."""
+    if op.namespace != "aten":
+        return
+    values = tree_map(_blank, schema_of(op).ordered(args, kwargs))
+    parts = [(v.shape, v.dtype) if isinstance(v, Tensor) else repr(v) for v in _flat(values)]
+    key = (op, *parts)
+    if key not in _answers:
+        if len(_answers) >= _LIMIT:
+            _answers.clear()
+        given, error = refusals.refusal(op, values)
+        _answers[key] = given, None if error is None else f"{op}: {type(error).__name__}: {error}"
+    given, answer = _answers[key]
+    if answer is not None:
+        raise Refused(answer)
+    for category, text in given:
+        warn_user(category, text)
+
+
+def _flat(values: Any) -> list[Any]:
+    return [item for v in values for item in (v if isinstance(v, (list, tuple)) else (v,))]
+
+
+def _blank(value: Any) -> Any:
+    """Return a tensor without values for an array or a tensor."""
+    if isinstance(value, jax.Array):
+        return torch.empty(value.shape, dtype=to_torch_dtype(value.dtype), device="meta")
+    if isinstance(value, Tensor):
+        return torch.empty([_known(n) for n in value.shape], dtype=value.dtype, device="meta")
+    return _known(value)
+
+
+def _known(size: Any) -> Any:
+    """Return a size as a number: of one that may vary, the one it was traced with."""
+    return size.node.hint if isinstance(size, torch.SymInt) else size
+
+
+def checking(op: OpOverload, decomposition: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a decomposition that is not used for calls the CPU refuses."""
+
+    @functools.wraps(decomposition)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        check(op, args, kwargs)
+        return decomposition(*args, **kwargs)
+
+    return checked
+
+
+def refuses_a_write(graph: Graph) -> bool:
+    """Return whether the CPU refuses a write in a graph of Dynamo's.
+
+    To a wrong ``out=``, or in place to what the call reads as well: AOTAutograd takes writes out of its graphs.
+    """
+    return any([_is_write(node) and _refused(node) for node in graph.nodes])
+
+
+def _is_write(node: Node) -> bool:
+    if node.op not in ("call_function", "call_method"):
+        return False
+    if node.kwargs.get("out") is not None:
+        return True
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    shared = len({id(n) for n in node.all_input_nodes}) < len(_nodes(node))
+    return name.endswith("_") and not name.endswith("__") and shared
+
+
+def _nodes(node: Node) -> list[Node]:
+    return [item for item in tree_leaves((node.args, node.kwargs)) if isinstance(item, Node)]
+
+
+def _refused(node: Node) -> bool:
+    """Return whether a node fails in the same words on zeros and on ones, small where its tensors are large."""
+    if not all(isinstance(given.meta.get("example_value"), Tensor) for given in _nodes(node)):
+        return False
+    leaves, spec = tree_flatten((node.args, node.kwargs))
+    blanks = {given: _blank(given.meta["example_value"]) for given in _nodes(node)}
+    values = tuple(blanks[leaf] if isinstance(leaf, Node) else _known(leaf) for leaf in leaves)
+
+    def call(made: Sequence[Any]) -> Any:
+        args, kwargs = tree_unflatten(list(made), spec)
+        if isinstance(node.target, str):
+            return getattr(args[0], node.target)(*args[1:], **kwargs)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    return refusals.refuses(call, values)

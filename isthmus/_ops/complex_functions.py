@@ -1,0 +1,194 @@
+"""Functions of complex numbers with C's answers for infinities, nans and both sides of a cut, which torch's CPU has.
+
+JAX's functions are right for finite numbers off the cuts. Here an infinity meets a nan, a zero has a sign, and a
+hyperbolic cosine may not overflow half-way. Real numbers go to JAX's functions as they are::
+
+    exp = defined(jnp.exp, _exp)   # exp(x) is jnp.exp(x) unless x is complex
+
+Signs are taken off and put back by choices, not by ``abs``, whose derivative at zero would be zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Array = Any
+Function = Callable[[Array], Array]
+
+
+def defined(real: Function, of_complex: Function) -> Function:
+    """Return a function that is ``of_complex`` for complex numbers and ``real`` for others."""
+    return lambda x: of_complex(x) if jnp.iscomplexobj(x) else real(x)
+
+
+def _signed(x: Array, like: Array) -> Array:
+    return jnp.where(jnp.signbit(like) != jnp.signbit(x), -x, x)
+
+
+def _plain(x: Array) -> Array:
+    return jnp.where(jnp.signbit(x), -x, x)
+
+
+def _alone(zero: Array, other: Array) -> Array:
+    """Return where a part is zero and stays so because the other is not finite; elsewhere it has a derivative."""
+    return (zero == 0) & ~jnp.isfinite(other)
+
+
+def _turned(function: Function) -> Function:
+    """Return ``-i f(iz)``: the sine of a hyperbolic sine, and so on."""
+
+    def turned(z: Array) -> Array:
+        found = function(jax.lax.complex(-z.imag, z.real))
+        return jax.lax.complex(found.imag, -found.real)
+
+    return turned
+
+
+def _exp(z: Array) -> Array:
+    x, y = z.real, z.imag
+    found = jnp.exp(z)
+    lost = jnp.isinf(x) & ~jnp.isfinite(y)
+    real = jnp.where(lost, jnp.where(x > 0, jnp.inf, 0.0), found.real)
+    imag = jnp.where(lost, jnp.where(x > 0, jnp.nan, 0.0), found.imag)
+    return jax.lax.complex(real, jnp.where(_alone(y, x), y, imag))
+
+
+def _exp2(z: Array) -> Array:
+    return _exp(jax.lax.complex(z.real * math.log(2), z.imag * math.log(2)))
+
+
+def _logarithm(function: Function) -> Function:
+    def log(z: Array) -> Array:
+        found = function(z)
+        return jax.lax.complex(
+            jnp.where(jnp.isinf(z.real) | jnp.isinf(z.imag), jnp.inf, found.real), found.imag
+        )
+
+    return log
+
+
+def _abs(z: Array) -> Array:
+    return jnp.where(jnp.isinf(z.real) | jnp.isinf(z.imag), jnp.inf, jnp.abs(z))
+
+
+def _sqrt(z: Array) -> Array:
+    x, y = z.real, z.imag
+    found = jnp.sqrt(jax.lax.complex(x, _plain(y)))
+    real = jnp.where(jnp.isposinf(x) | jnp.isinf(y), jnp.inf, found.real)
+    imag = jnp.where(jnp.isneginf(x) | jnp.isinf(y), jnp.inf, found.imag)
+    return jax.lax.complex(real, _signed(imag, y))
+
+
+def _sinh(z: Array) -> Array:
+    x, y = z.real, z.imag
+    real = jnp.where(jnp.isinf(x) & ~jnp.isfinite(y), jnp.inf, jnp.sinh(x) * jnp.cos(y))
+    real = jnp.where(_alone(x, y), x, real)
+    return jax.lax.complex(real, jnp.where(_alone(y, jnp.cosh(x)), y, jnp.cosh(x) * jnp.sin(y)))
+
+
+def _sin(z: Array) -> Array:
+    found = _turned(_sinh)(z)
+    # Of an infinite sine the sign is nobody's; C's is positive.
+    return jax.lax.complex(
+        found.real, jnp.where(jnp.isinf(z.imag) & ~jnp.isfinite(z.real), jnp.inf, found.imag)
+    )
+
+
+def _cosh(z: Array) -> Array:
+    x, y = z.real, z.imag
+    real = jnp.where(jnp.isinf(x) & ~jnp.isfinite(y), jnp.inf, jnp.cosh(x) * jnp.cos(y))
+    imag = jnp.where(_alone(y, jnp.cosh(x)), jnp.where(jnp.signbit(x), -y, y), jnp.sinh(x) * jnp.sin(y))
+    return jax.lax.complex(real, jnp.where(_alone(x, y), x, imag))
+
+
+def _tanh(z: Array) -> Array:
+    x, y = z.real, z.imag
+    found = jnp.tanh(z)
+    return jax.lax.complex(jnp.where(_alone(x, y), x, found.real), jnp.where(_alone(y, x), y, found.imag))
+
+
+def _odd(function: Function) -> Function:
+    """Return a function that is odd and takes conjugates to conjugates, found where both parts are positive."""
+
+    def odd(z: Array) -> Array:
+        x, y = z.real, z.imag
+        found = function(_wide(jax.lax.complex(_plain(x), _plain(y)))).astype(z.dtype)
+        return jax.lax.complex(_signed(found.real, x), _signed(found.imag, y))
+
+    return odd
+
+
+def _wide(z: Array) -> Array:
+    """Return complex numbers in double precision: squares of small parts must not vanish."""
+    return z.astype(jnp.complex128)
+
+
+def _asinh(z: Array) -> Array:
+    x, y = z.real, z.imag
+    found = jnp.arcsinh(z)
+    infinite = jnp.isinf(x) | jnp.isinf(y)
+    real = jnp.where(infinite, jnp.inf, found.real)
+    return jax.lax.complex(real, jnp.where(jnp.isnan(x) & (y == 0), y, found.imag))
+
+
+def _atanh(z: Array) -> Array:
+    x, y = z.real, z.imag
+    found = jnp.arctanh(z)
+    # At infinity, whatever the other part, the answer is i pi / 2.
+    far = jnp.isinf(x) | jnp.isinf(y)
+    real = jnp.where(far | ((x == 0) & jnp.isnan(y)), 0.0, found.real)
+    imag = jnp.where(jnp.isnan(x) | jnp.isnan(y), jnp.nan, found.imag)
+    imag = jnp.where(jnp.isinf(y) | (jnp.isinf(x) & ~jnp.isnan(y)), math.pi / 2, imag)
+    return jax.lax.complex(real, imag)
+
+
+def _acos(z: Array) -> Array:
+    x, y = z.real, z.imag
+    found = jnp.arccos(_wide(jax.lax.complex(x, _plain(y)))).astype(z.dtype)
+    real = jnp.where((x == 0) & jnp.isnan(y), math.pi / 2, found.real)
+    imag = jnp.where(jnp.isinf(x) | jnp.isinf(y), jnp.inf, _plain(found.imag))
+    return jax.lax.complex(real, _signed(imag, -y))
+
+
+def _acosh(z: Array) -> Array:
+    x, y = z.real, z.imag
+    found = _acos(jax.lax.complex(x, _plain(y)))
+    imag = found.real
+    return jax.lax.complex(_plain(found.imag), _signed(imag, y))
+
+
+def _log1p(z: Array) -> Array:
+    return jnp.log1p(_wide(z)).astype(z.dtype)
+
+
+def _expm1(z: Array) -> Array:
+    # torch's formula: what is lost in exp(z) - 1 is a square of half the angle's sine.
+    x, y = z.real, z.imag
+    half = jnp.sin(y / 2)
+    return jax.lax.complex(jnp.expm1(x) * jnp.cos(y) - 2 * half * half, jnp.exp(x) * jnp.sin(y))
+
+
+def _sigmoid(z: Array) -> Array:
+    return 1 / (1 + _exp(-z))
+
+
+def _rsqrt(z: Array) -> Array:
+    return 1 / _sqrt(z)
+
+
+asin, atan = defined(jnp.arcsin, _turned(_odd(_asinh))), defined(jnp.arctan, _turned(_odd(_atanh)))
+asinh, atanh = defined(jnp.arcsinh, _odd(_asinh)), defined(jnp.arctanh, _odd(_atanh))
+acos, acosh = defined(jnp.arccos, _acos), defined(jnp.arccosh, _acosh)
+sinh, cosh, tanh = defined(jnp.sinh, _sinh), defined(jnp.cosh, _cosh), defined(jnp.tanh, _tanh)
+sin, tan = defined(jnp.sin, _sin), defined(jnp.tan, _turned(_tanh))
+cos = defined(jnp.cos, lambda z: _cosh(jax.lax.complex(-z.imag, z.real)))
+exp, exp2, expm1 = defined(jnp.exp, _exp), defined(jnp.exp2, _exp2), defined(jnp.expm1, _expm1)
+log, log2 = defined(jnp.log, _logarithm(jnp.log)), defined(jnp.log2, _logarithm(jnp.log2))
+log10, log1p = defined(jnp.log10, _logarithm(jnp.log10)), defined(jnp.log1p, _log1p)
+sqrt, rsqrt = defined(jnp.sqrt, _sqrt), defined(jax.lax.rsqrt, _rsqrt)
+absolute, sigmoid = defined(jnp.abs, _abs), defined(jax.nn.sigmoid, _sigmoid)

@@ -1,0 +1,121 @@
+"""What Isthmus uses of torch and JAX that no release promises, and what is lost where a release changed it.
+
+The modules named ``private.py`` hold every private name. Each is of one of two sorts:
+
+- **needed**: without it there is no device (``create_empty_tensor``, dispatch keys, redispatch). Where it is missing,
+  ``import isthmus`` raises a RegistrationError that names it, and ``import torch`` alone goes on without "jax".
+- **optional**: a speed-up or a small feature. ``optional`` and ``choose`` try it; the first exception switches it off
+  for the process, the slower or plainer way answers from then on, and ``isthmus doctor`` lists ``switched_off``.
+
+    @optional("every call of a program takes a few microseconds more", otherwise=lambda compiled: compiled)
+    def fast_call(compiled):
+        return compiled._executable.create_cpp_call(compiled._params)
+
+This module also knows which releases were checked (``make test-versions``), and warns once above them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import re
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+from isthmus.errors import RegistrationError, VersionWarning, first_line
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+OLDEST = {"torch": "2.11", "jax": "0.10"}
+NEWEST = {"torch": "2.15", "jax": "0.12"}
+"""The newest releases that ``make test-versions`` was run with; docs/versions.md has the table."""
+
+switched_off: dict[str, str] = {}
+"""Optional uses of private names that this torch or JAX does not allow: by name, what is lost and why."""
+
+
+def switch_off(name: str, consequence: str, error: Exception) -> None:
+    """Note that an optional use failed; only its first failure is kept."""
+    reason = f"{type(error).__name__}: {first_line(str(error))}"
+    switched_off.setdefault(name, f"{consequence} ({reason})")
+
+
+def optional(consequence: str, otherwise: Callable[..., Any]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Let ``otherwise`` answer for the decorated function once that has raised; ``consequence`` says what is lost.
+
+    The function must not raise for any reason but a changed torch or JAX, and must change nothing before it may raise.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        name = f"{function.__module__.removeprefix('isthmus.')}.{function.__name__}"
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            if name in switched_off:
+                return otherwise(*args, **kwargs)  # type: ignore[no-any-return]
+            try:
+                return function(*args, **kwargs)
+            except Exception as error:
+                switch_off(name, consequence, error)
+                return otherwise(*args, **kwargs)  # type: ignore[no-any-return]
+
+        return call
+
+    return decorate
+
+
+def choose(name: str, consequence: str, preferred: Callable[[], T], otherwise: T) -> T:
+    """Return what ``preferred`` looks up and tries, or ``otherwise`` where that raises.
+
+    For names on the path of every op: the choice is made once, so that a call costs what it did before.
+    """
+    try:
+        return preferred()
+    except Exception as error:
+        switch_off(name, consequence, error)
+        return otherwise
+
+
+DRIFT = (AttributeError, ImportError, TypeError)
+"""What a private name that is missing or changed raises."""
+
+
+def not_available(error: BaseException) -> RegistrationError:
+    """Return the error that says there is no device with this torch and JAX, because of ``error``."""
+    installed = " and ".join(f"{package} {importlib.metadata.version(package)}" for package in NEWEST)
+    checked = ", ".join(f"{package} {OLDEST[package]} to {NEWEST[package]}" for package in NEWEST)
+    frames = traceback.extract_tb(error.__traceback__)
+    line = f" at `{frames[-1].line}`" if frames and frames[-1].line else ""
+    return RegistrationError(
+        f"device 'jax' cannot be loaded with {installed}: {type(error).__name__}: {first_line(str(error))}{line}\n"
+        f"  to fix it    install releases that were checked: {checked}"
+    )
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version: ``(2, 13)`` for ``2.13.0+cpu``."""
+    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:2])
+
+
+@functools.cache
+def unchecked() -> tuple[str, ...]:
+    """Return the packages that are newer than any release Isthmus was checked with, such as ``torch 2.16.0``."""
+    installed = {package: importlib.metadata.version(package) for package in NEWEST}
+    newer = [package for package, version in installed.items() if release(version) > release(NEWEST[package])]
+    return tuple(f"{package} {installed[package]}" for package in newer)
+
+
+@functools.cache
+def warn_if_unchecked() -> None:
+    """Warn, once in a process, about releases that are newer than those checked."""
+    if unchecked():
+        checked = " and ".join(f"{package} {version}" for package, version in NEWEST.items())
+        warnings.warn(
+            f"{' and '.join(unchecked())} is newer than what Isthmus was checked with ({checked}); "
+            f"`isthmus doctor` lists what does not fit",
+            VersionWarning,
+            stacklevel=3,
+        )
