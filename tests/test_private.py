@@ -17,7 +17,10 @@ from isthmus._runtime import private as jax_private
 
 def test_versions_are_those_checked() -> None:
     for package, version in (("torch", torch.__version__), ("jax", jax.__version__)):
-        oldest, newest = _upstream.release(_upstream.OLDEST[package]), _upstream.release(_upstream.NEWEST[package])
+        oldest, newest = (
+            _upstream.release(_upstream.OLDEST[package]),
+            _upstream.release(_upstream.NEWEST[package]),
+        )
         assert oldest <= _upstream.release(version) <= newest
 
 
@@ -318,3 +321,15 @@ def test_hooks_on_saved_tensors_are_seen() -> None:
     assert not torch_private.has_saving_hooks()
     with torch.autograd.graph.save_on_cpu():
         assert torch_private.has_saving_hooks()
+
+
+def test_tensors_that_are_not_what_their_storage_holds() -> None:
+    class Subclass(torch.Tensor):
+        pass
+
+    x = torch.ones(2, device="jax")
+    plain = [x, x[1:], torch.ones(2), torch.nn.Parameter(x), x.cpu().as_subclass(Subclass)]
+    assert all(torch_private.is_plain_in_memory(tensor) for tensor in plain)
+    assert not torch_private.is_plain_in_memory(torch._to_functional_tensor(torch.ones(2)))
+    with torch._subclasses.FakeTensorMode() as mode:
+        assert not torch_private.is_plain_in_memory(mode.from_tensor(x))

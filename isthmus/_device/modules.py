@@ -15,14 +15,19 @@ import torch
 
 from isthmus._device.private import is_plain_in_memory
 
-_op = torch.ops.aten._has_compatible_shallow_copy_type.default
+_op = getattr(torch.ops.aten, "_has_compatible_shallow_copy_type", None)
 # What torch itself calls dense (c10/core/TensorImpl.h), and this device.
 _DENSE = frozenset({"cpu", "cuda", "mps", "xpu", "hpu", "mtia", "jax"})
 
 
 def has_compatible_type(self: torch.Tensor, from_: torch.Tensor) -> bool:
     """Return whether ``self.data = from_`` can be done."""
-    return (_is_dense(self) and _is_dense(from_)) or bool(_op.decompose(self, from_))
+    return (_is_dense(self) and _is_dense(from_)) or bool(_torchs_own(self, from_))
+
+
+def _torchs_own(self: torch.Tensor, from_: torch.Tensor) -> Any:
+    assert _op is not None
+    return _op.default.decompose(self, from_)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -30,5 +35,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 # Autograd's key too: without a kernel there torch would take its own answer apart before it asks the device.
-KERNELS: dict[str, Callable[..., Any]] = {"_has_compatible_shallow_copy_type": has_compatible_type}
+KERNELS: dict[str, Callable[..., Any]] = (
+    {} if _op is None else {"_has_compatible_shallow_copy_type": has_compatible_type}
+)
 AUTOGRAD_KERNELS = KERNELS

@@ -176,15 +176,7 @@ def _swap_data_ptr_(storage: Any, other: Any) -> None:
         raise RuntimeError(
             f"_swap_data_ptr_: storages must have the same nbytes or one must have 0, got {sizes[0]} and {sizes[1]}"
         )
-    held = [
-        {name: getattr(each, name) for name in ("_buffer", "_bytes") if hasattr(each, name)}
-        for each in (storage, other)
-    ]
-    for each, old, new in ((storage, *held), (other, *reversed(held))):
-        for name in old:
-            delattr(each, name)
-        for name, value in new.items():
-            setattr(each, name, value)
+    storage._buffer, other._buffer = other._buffer, storage._buffer
 
 
 def _refuse(storage: Any, *args: Any, **kwargs: Any) -> Any:

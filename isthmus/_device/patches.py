@@ -39,6 +39,8 @@ class Patch:
     reason: str
     optional: bool = False
     """Whether some supported version lacks the name, so that its absence is no fault."""
+    adds: bool = False
+    """Whether the name is a registry that ``register`` adds to, and stays what it is."""
 
     def __str__(self) -> str:
         return f"{self.owner}.{self.name}"
@@ -131,7 +133,6 @@ TABLE: tuple[Patch, ...] = (
         "_validate_device",
         TENSOR,
         "torch names the devices that flex_attention serves inside a function",
-        optional=True,
     ),
     Patch(
         "torch._dynamo.variables.optimizer.OptimizerVariable",
@@ -164,6 +165,14 @@ TABLE: tuple[Patch, ...] = (
         "register_pytree_node",
         CALL,
         "JAX learns the containers that torch's pytrees know and a function returned, such as those of transformers",
+        adds=True,
+    ),
+    Patch(
+        "multiprocessing.reduction.ForkingPickler",
+        "register",
+        TENSOR,
+        "a 'jax' storage sent to another process is refused; torch would send what is not there, or wait for ever",
+        adds=True,
     ),
 )  # fmt: skip
 
@@ -227,8 +236,8 @@ def restore(owner: str, name: str) -> None:
 
 
 def register(owner: str, name: str, *args: Any) -> None:
-    """Call a registry of torch's or JAX's that has a row, and so keeps what it is given for the whole process."""
-    row(owner, name)
+    """Call a registry of theirs that has a row, and so keeps what it is given for the whole process."""
+    assert row(owner, name).adds
     getattr(found(owner), name)(*args)
 
 

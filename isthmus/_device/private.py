@@ -223,13 +223,11 @@ def has_saving_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-_OTHER_MEMORY = [torch._C.DispatchKey.Python, torch._C.DispatchKey.Functionalize]  # type: ignore[attr-defined]
-
-
+@optional("module.to makes new parameters on its way to the device and back", lambda tensor: False)
 def is_plain_in_memory(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is what its storage holds: no subclass with its own dispatch, no functional wrapper."""
-    keys = torch._C._dispatch_keys(tensor)
-    return not any([keys.has(key) for key in _OTHER_MEMORY])
+    keys, known = torch._C._dispatch_keys(tensor), torch._C.DispatchKey.__members__
+    return not (keys.has(known["Python"]) or keys.has(known["Functionalize"]))
 
 
 def scripted_tensors(module: Any) -> list[tuple[str, Any]]:

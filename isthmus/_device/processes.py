@@ -14,6 +14,8 @@ from typing import Any, NoReturn
 import torch
 import torch.multiprocessing  # registers torch's own reducers, which must be there first
 
+from isthmus._device import patches
+
 REFUSAL = "a tensor on device 'jax' cannot be shared with another process; send tensor.cpu() instead"
 _FEEDER = "QueueFeederThread"  # what multiprocessing calls the thread of a queue
 
@@ -29,7 +31,8 @@ def install() -> None:
         return theirs(storage) if storage.device.type != "jax" else _reduce()
 
     reduce_storage.of_isthmus = True  # type: ignore[attr-defined]
-    ForkingPickler.register(torch.UntypedStorage, reduce_storage)
+    owner = "multiprocessing.reduction.ForkingPickler"
+    patches.register(owner, "register", torch.UntypedStorage, reduce_storage)
 
 
 def _reduce() -> Any:

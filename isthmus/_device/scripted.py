@@ -83,7 +83,9 @@ def _tensors(module: Any) -> Iterator[tuple[Any, str, Tensor]]:
         inner = getattr(part, "_c", None)
         if inner is None:
             continue
-        yield from ((inner, name, tensor) for name, tensor in scripted_tensors(inner) if isinstance(tensor, Tensor))
+        yield from (
+            (inner, name, tensor) for name, tensor in scripted_tensors(inner) if isinstance(tensor, Tensor)
+        )
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:

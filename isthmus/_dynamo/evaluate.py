@@ -111,8 +111,10 @@ class Evaluation:
             return self.words
         if isinstance(target, Keyed):
             return lower(target.op, args[1:], kwargs, key_of(args[0], target.index))
-        if isinstance(target, OpOverload) and target not in VIEWS and (
-            target not in OWN or lowering_of(target) is not None
+        if (
+            isinstance(target, OpOverload)
+            and target not in VIEWS
+            and (target not in OWN or lowering_of(target) is not None)
         ):
             refusals.check(target, args, kwargs)
         if target in OWN:
