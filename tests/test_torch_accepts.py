@@ -233,3 +233,55 @@ def test_memory_that_would_be_pinned(name: str, mode: str) -> None:
     made = run(lambda like: PINNED[name](device="jax", pin_memory=True) + like, mode, torch.zeros(1))
     assert made.shape[0] == 3
     assert not PINNED[name](device="jax", pin_memory=True).is_pinned()
+
+
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_writes_to_lists_are_counted(mode: str) -> None:
+    """Backward has to see that a tensor it saved has changed."""
+    isthmus.set_mode(mode)
+    try:
+        for device in ("cpu", "jax"):
+            x, y = torch.ones(3, device=device, requires_grad=True), torch.ones(3, device=device)
+            out = (x * y).sum()
+            torch._foreach_add_([y], 1)
+            torch._foreach_copy_([y], [torch.zeros(3, device=device)])
+            torch._foreach_addcmul_([y], [y], [y], torch.tensor([2.0]))
+            assert y._version == 3
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                out.backward()
+        with torch.inference_mode():
+            z = torch.ones(3, device="jax")
+            torch._foreach_add_([z], 1)
+            assert z.tolist() == [2, 2, 2]
+    finally:
+        isthmus.set_mode("eager")
+
+
+@pytest.mark.parametrize("shape", [(4,), (3, 4), (2, 3, 2)], ids=str)
+def test_nonzero_is_laid_out_by_columns(shape: tuple[int, ...]) -> None:
+    x = torch.arange(torch.Size(shape).numel()).reshape(shape) % 3
+    want, got = x.nonzero(), x.to("jax").nonzero()
+    assert got.stride() == want.stride()
+    assert torch.equal(got.cpu(), want)
+    written = torch.nonzero(x.to("jax"), out=torch.empty(0, dtype=torch.int64, device="jax"))
+    assert torch.equal(written.cpu(), want)
+    for a, b in zip(x.to("jax").nonzero(as_tuple=True), x.nonzero(as_tuple=True), strict=True):
+        assert torch.equal(a.cpu(), b)
+
+
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.bool], ids=str)
+def test_a_scalar_of_the_cpu_is_a_number_behind_a_mask(dtype: torch.dtype, mode: str) -> None:
+    scalar = torch.tensor([5, 2, 1]).to(dtype)[1]
+
+    def write(t: torch.Tensor) -> torch.Tensor:
+        t = t.clone()
+        t[t > 1] = scalar
+        t[(t == 0)[:, 0]] = scalar
+        return t
+
+    for target in (torch.float32, torch.int32, torch.uint8):
+        base = torch.arange(6).reshape(2, 3).to(target)
+        assert torch.equal(run(write, mode, base), write(base))
+    with pytest.raises(RuntimeError, match="dtypes match"):
+        torch.zeros(3, device="jax")[torch.ones(3, dtype=torch.bool, device="jax")] = torch.tensor(1j)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from isthmus._device import checks, decompose, derivatives, fallback, inference, refusals, writes
 from isthmus._device.buffer import Buffer, Signature, buffer_of, check_reach, maker
@@ -63,7 +64,22 @@ def _plan_for(kernel: Kernel, inputs: list[Any], values: Values, traced: bool, f
     writes.check_new(kernel.op, values)
     if writes.repeats_in_lists(kernel.op, values):
         return lambda _, values: _one_by_one(kernel, values)
-    return writes.guarded(kernel.op, values, _choose(kernel, inputs, values, traced, finish))
+    plan = writes.guarded(kernel.op, values, _choose(kernel, inputs, values, traced, finish))
+    return _counting_writes(plan) if kernel.op._schema.name.startswith("aten::_foreach_") else plan
+
+
+def _counting_writes(plan: Plan) -> Plan:
+    """Return the plan of a call that writes to a list: torch counts such writes in the CPU's kernels, not before ours.
+
+    Without it backward would not see that a tensor it saved has changed.
+    """
+
+    def run(inputs: list[Any], values: Values) -> Any:
+        result = plan(inputs, values)
+        increment_version([tensor for tensor in values[0] if not tensor.is_inference()])
+        return result
+
+    return run
 
 
 def _one_by_one(kernel: Kernel, values: Values) -> Any:

@@ -69,10 +69,16 @@ def _check_mask(self: Tensor, mask: Tensor, start: int) -> None:
         raise IndexError(f"too many indices for tensor of dimension {self.dim()}")
 
 
+def _takes(self: Tensor, value: Tensor) -> bool:
+    """Return whether a value is written as it is: of another dtype, torch takes one of the CPU for a number."""
+    number = value.device.type == "cpu" and (self.is_complex() or not value.is_complex())
+    return value.dtype == self.dtype or number
+
+
 def _single_mask(self: Tensor, indices: Any, values: Tensor, accumulate: bool) -> Tensor | None:
     """Return the mask, shaped to broadcast over ``self``, if just one mask and one value are given."""
     present = [(at, i) for at, i in enumerate(indices) if i is not None]
-    if len(present) != 1 or accumulate or values.numel() != 1 or values.dtype != self.dtype:
+    if len(present) != 1 or accumulate or values.numel() != 1 or not _takes(self, values):
         return None
     at, mask = present[0]
     # A mask without dims, or one that does not fit, is left to the general path and its errors.
@@ -110,7 +116,8 @@ def _writing(op: OpOverload, fill: Any) -> Any:
             return kernel(self, indices, values, accumulate, *more)
         mask = _single_mask(self, indices, values, accumulate)
         if mask is not None:
-            return fill(self, mask, values.reshape(()))
+            value = values.reshape(())
+            return fill(self, mask, value if value.dtype == self.dtype else value.to("jax").to(self.dtype))
         return kernel(self, expanded(self, indices), values, accumulate, *more)
 
     return index_put

@@ -31,7 +31,7 @@ from isthmus._device import mode
 from isthmus._device.buffer import buffer_of
 from isthmus._device.inference import Warnings, numbers_as_tensors, recorded
 from isthmus._device.private import below_autograd, restride
-from isthmus._graph.schema import schema_of
+from isthmus._graph.schema import ABSENT, schema_of
 from isthmus._runtime.lines import warn_user
 
 Values = tuple[Any, ...]
@@ -46,9 +46,9 @@ _LARGEST = 1 << 20
 _KEPT = 3
 # The CPU has no kernel for a type: of these CUDA has many, and so may the device.
 _NO_KERNEL = re.compile(r"not implemented for '(Half|BFloat16|ComplexHalf|Float[48]\w*|UInt\d+|Q\w+)'")
-_NO_SUCH_OP = ("Could not run", "overrideable not implemented")
-# CUDA accepts these where the CPU lacks a kernel for integers.
-_ACCEPTED = {"aten::histc"}
+_NO_SUCH_OP = re.compile(r"Could not run|overrideable(_backward)? not implemented")
+# CUDA accepts integers here, for which the CPU has no kernel.
+_INTEGERS = {"aten::histc"}
 # The device's own name of an op says nothing on the CPU.
 _aten = torch.ops.aten
 _SAME_AS: dict[OpOverload, OpOverload] = {_aten.convolution_overrideable.default: _aten.convolution.default}
@@ -115,6 +115,8 @@ def _resized(warning: tuple[type[Warning], str], sizes: dict[int, int]) -> tuple
 def _is_sound(op: OpOverload, values: Values) -> bool:
     """Return whether the CPU can be asked at all: the kernels of some norms do not look whether sizes fit."""
     name, x = op._schema.name, values[0] if values else None
+    if name in _INTEGERS and isinstance(x, Tensor) and not x.is_floating_point():
+        return False
     if not isinstance(x, Tensor) or "_norm" not in name:
         return True
     if op is _GROUP_NORM:
@@ -209,10 +211,16 @@ def ask(op: OpOverload, values: Values) -> tuple[Warnings, Exception | None]:
     for position in _pivots(op):
         if isinstance(values[position], Tensor):
             values[position].fill_(1)
-    args, kwargs = schema_of(op).split(numbers_as_tensors(op, values))
+    args, kwargs = schema_of(op).split(_unpinned(op, numbers_as_tensors(op, values)))
     random = torch.Tag.nondeterministic_seeded in op.tags
     given, error = _asked(lambda: chosen(*args, **kwargs), random)
     return given, error if error is not None and says_anything(op, error) else None
+
+
+def _unpinned(op: OpOverload, values: Values) -> Values:
+    """Return the arguments of a call without ``pin_memory``, for which torch would ask this device in C++."""
+    arguments = schema_of(op).arguments
+    return tuple(ABSENT if a.name == "pin_memory" else v for a, v in zip(arguments, values, strict=True))
 
 
 def _asked(call: Callable[[], Any], random: bool) -> tuple[Warnings, Exception | None]:
@@ -256,9 +264,9 @@ def says_anything(op: OpOverload, error: Exception) -> bool:
     if isinstance(error, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
         return False
     text = str(error)
-    if any([words in text for words in _NO_SUCH_OP]):
+    if _NO_SUCH_OP.search(text):
         return False
-    return not (_NO_KERNEL.search(text) or (op._schema.name in _ACCEPTED and "not implemented for" in text))
+    return not _NO_KERNEL.search(text)
 
 
 def warning(plan: Callable[..., Any], given: Warnings) -> Callable[..., Any]:
@@ -281,7 +289,7 @@ def attempt(op: OpOverload, values: Values) -> None:
     try:
         on_cpu(_SAME_AS.get(op, op), values)
     except Exception as error:
-        if any([words in str(error) for words in _NO_SUCH_OP]):
+        if _NO_SUCH_OP.search(str(error)):
             return  # which says nothing about the call
         raise error.with_traceback(None) from None
 
@@ -290,7 +298,7 @@ def on_cpu(op: OpOverload, values: Values) -> tuple[Values, Any]:
     """Return the arguments on the CPU, and what ``op`` makes of them there."""
     copies: dict[int, Tensor] = {}
     moved = tuple(_to_cpu(value, copies) for value in values)
-    args, kwargs = schema_of(op).split(numbers_as_tensors(op, moved))
+    args, kwargs = schema_of(op).split(_unpinned(op, numbers_as_tensors(op, moved)))
     return moved, op(*args, **kwargs)
 
 

@@ -10,13 +10,13 @@ import torch
 from torch._ops import OpOverload
 
 from isthmus._device import refusals
-from isthmus._device.buffer import wrap
+from isthmus._device.buffer import wrap, wrap_strided
 from isthmus._device.generations import Generations
 from isthmus._device.inference import Warnings
 from isthmus._graph.schema import functional_of, schema_of
 from isthmus._ops.registry import registry
 from isthmus._runtime import compiler
-from isthmus._runtime.dtypes import to_jax_dtype
+from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
 from isthmus._runtime.lines import warn_user
 from isthmus.errors import IsthmusError
 
@@ -31,6 +31,8 @@ class SizedKernel:
         self.lowering = registry[functional_of(op) or op]
         self.generations = Generations()
         self.asked: dict[Any, Warnings] = {}  # what the CPU warns of, by what it was asked
+        # torch lays the indices of each dim out one after another.
+        self.by_columns = self.lowering.op is torch.ops.aten.nonzero.default
 
     def entry(self, *args: Any, **kwargs: Any) -> Any:
         """Run one call."""
@@ -65,10 +67,16 @@ class SizedKernel:
         found = self._program("size", names, arrays, arguments)(*arrays)
         size = tuple(np.asarray(found).reshape(-1).tolist())
         results = self._program(size, names, arrays, arguments)(*arrays)
-        tensors = [wrap(array) for array in results]
+        tensors = [self._wrapped(array) for array in results]
         if targets:
             return self._write(targets, tensors)
         return tensors[0] if len(self.op._schema.returns) == 1 else tuple(tensors)
+
+    def _wrapped(self, array: Any) -> torch.Tensor:
+        if not self.by_columns:
+            return wrap(array)
+        dims, count = array.shape
+        return wrap_strided(array, (count, dims), (1, max(count, 1)), to_torch_dtype(array.dtype))
 
     def _program(self, size: Any, names: list[str], arrays: list[Any], arguments: dict[str, Any]) -> Any:
         key = (size, *[(a.shape, a.dtype) for a in arrays], repr(arguments))
@@ -90,6 +98,8 @@ class SizedKernel:
         def compute(*arrays: Any) -> Any:
             given = {**arguments, **dict(zip(names, arrays, strict=True))}
             result = lowering({**given, "size": size[0] if len(size) == 1 else size})
+            if self.by_columns:
+                return (result.T,)
             return tuple(result) if isinstance(result, (list, tuple)) else (result,)
 
         return count if size == "size" else compute
