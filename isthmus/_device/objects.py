@@ -202,7 +202,6 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "_set_from_file": _set_from_file,
     "_swap_data_ptr_": _swap_data_ptr_,
     "is_shared": lambda storage: False,
-    "resizable": lambda storage: True,
     **{name: _on_host(name) for name in ("__getitem__", "__iter__", "tolist", "_write_file", "_byteswap")},
     **dict.fromkeys(("share_memory_", "_share_fd_cpu_", "_share_filename_cpu_"), _refuse),
 }
@@ -251,7 +250,7 @@ def _storage_method(theirs: Callable[..., Any], name: str) -> Callable[..., Any]
 
     forms: dict[str, Any] = {
         **dict.fromkeys(("nbytes", "__len__", "data_ptr"), measured),
-        **dict.fromkeys(("cpu", "clone", "is_shared", "resizable", "__iter__", "tolist"), plain),
+        **dict.fromkeys(("cpu", "clone", "is_shared", "__iter__", "tolist"), plain),
         **dict.fromkeys(("resize_", "fill_", "__getitem__"), with_one),
         "copy_": copy_,
     }
