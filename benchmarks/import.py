@@ -36,7 +36,7 @@ CALLS = {
     "storage.nbytes()": 2000,
     "storage.data_ptr()": 2000,
     "len(storage)": 2000,
-    "storage.resizable()": 2000,
+    "storage.is_shared()": 1000,
     "storage.copy_(other)": 100,
     "tensor.untyped_storage()": 1000,
     "tensor.__dlpack__()": 50,

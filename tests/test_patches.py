@@ -331,6 +331,7 @@ def test_pointers_and_sizes_of_other_devices_are_torchs() -> None:
         assert empty.data_ptr() == torch._C.TensorBase.data_ptr(empty)
         assert empty.untyped_storage().nbytes() == torch._C.StorageBase.nbytes(empty.untyped_storage())
     assert torch.ones(0).untyped_storage().data_ptr() == 0
+    assert torch.ones(2, device="jax").untyped_storage().resizable()  # as torch says by itself
     assert torch.ones(0, device="jax").data_ptr() == 0
     ours = torch.arange(6.0, device="jax")
     assert ours[2:].data_ptr() == ours.data_ptr() + 8 > 1 << 40

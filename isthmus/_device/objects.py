@@ -202,7 +202,6 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "_set_from_file": _set_from_file,
     "_swap_data_ptr_": _swap_data_ptr_,
     "is_shared": lambda storage: False,
-    "resizable": lambda storage: True,
     **{name: _on_host(name) for name in ("__getitem__", "__iter__", "tolist", "_write_file", "_byteswap")},
     **dict.fromkeys(("share_memory_", "_share_fd_cpu_", "_share_filename_cpu_"), _refuse),
 }
@@ -233,6 +232,9 @@ def _storage_method(theirs: Callable[..., Any], name: str) -> Callable[..., Any]
     def measured(self: Any) -> Any:
         return theirs(self) or ours(self)  # torch's is 0 for "jax", and ours for an empty storage elsewhere
 
+    def shared(self: Any) -> Any:
+        return theirs(self) and getattr(self, "_buffer", None) is None  # torch says so of every "jax" storage
+
     def plain(self: Any) -> Any:
         return theirs(self) if getattr(self, "_buffer", None) is None else ours(self)
 
@@ -251,9 +253,10 @@ def _storage_method(theirs: Callable[..., Any], name: str) -> Callable[..., Any]
 
     forms: dict[str, Any] = {
         **dict.fromkeys(("nbytes", "__len__", "data_ptr"), measured),
-        **dict.fromkeys(("cpu", "clone", "is_shared", "resizable", "__iter__", "tolist"), plain),
+        **dict.fromkeys(("cpu", "clone", "__iter__", "tolist"), plain),
         **dict.fromkeys(("resize_", "fill_", "__getitem__"), with_one),
         "copy_": copy_,
+        "is_shared": shared,
     }
     return _as(name, theirs, forms.get(name, general))
 

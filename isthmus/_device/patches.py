@@ -54,7 +54,7 @@ _ACCELERATOR = (
 _MEASURED = ("nbytes", "__len__", "data_ptr")
 _COPIED = ("cpu", "clone", "copy_", "resize_", "fill_", "__setitem__", "_set_from_file", "_swap_data_ptr_")
 _READ = ("__getitem__", "__iter__", "tolist", "_write_file", "_byteswap")
-_SHARED = ("is_shared", "resizable", "share_memory_", "_share_fd_cpu_", "_share_filename_cpu_")
+_SHARED = ("is_shared", "share_memory_", "_share_fd_cpu_", "_share_filename_cpu_")
 
 TABLE: tuple[Patch, ...] = (
     *(
@@ -237,8 +237,14 @@ def restore(owner: str, name: str) -> None:
 
 def register(owner: str, name: str, *args: Any) -> None:
     """Call a registry of theirs that has a row, and so keeps what it is given for the whole process."""
-    assert row(owner, name).adds
-    getattr(found(owner), name)(*args)
+    patch = row(owner, name)
+    assert patch.adds
+    try:
+        registry = getattr(found(owner), name)
+    except (AttributeError, ImportError) as error:
+        skipped[patch] = str(error)
+        return
+    registry(*args)
 
 
 def applied(when: str | None = None) -> list[Patch]:
