@@ -20,6 +20,7 @@ _UNDEFINED = torch._C.DispatchKey.Undefined
 _AUTOCASTS = [key for name, key in torch._C.DispatchKey.__members__.items() if name.startswith("Autocast")]
 _frames = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
 empty_tensor = torch._C._acc.create_empty_tensor
+RecursiveScriptModule = torch.jit._script.RecursiveScriptModule
 
 
 def likeness(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
@@ -170,3 +171,8 @@ def container_of(kind: type) -> tuple[Callable[[Any], Any], Callable[[Any, Any],
 def has_saving_hooks() -> bool:
     """Return whether hooks on all saved tensors are in force, as inside ``torch.autograd.graph.save_on_cpu``."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def held_by_script(inner: Any) -> list[Any]:
+    """Return the parameters and the buffers of a module of ``torch.jit``, given its C++ object."""
+    return [torch._C.ParameterDict(inner), torch._C.BufferDict(inner)]

@@ -19,10 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isthmus._device import private
+
 
 def install() -> None:
     """Wrap what saves and loads modules of ``torch.jit``."""
-    scripted: Any = torch.jit._script.RecursiveScriptModule
+    scripted: Any = private.RecursiveScriptModule
     to_buffer = scripted.save_to_buffer
 
     @functools.wraps(to_buffer)
@@ -73,8 +75,7 @@ def _tensors(module: Any) -> Iterator[tuple[Any, str, Tensor]]:
         inner = getattr(part, "_c", None)
         if inner is None:
             continue
-        for kind in ("ParameterDict", "BufferDict"):
-            held: Any = getattr(torch._C, kind)(inner)
+        for held in private.held_by_script(inner):
             yield from ((inner, name, tensor) for name, tensor in held.items() if isinstance(tensor, Tensor))
 
 
