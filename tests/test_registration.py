@@ -4,6 +4,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 from importlib.metadata import entry_points
 from typing import Any, ClassVar
 
@@ -164,6 +165,19 @@ def test_device_module() -> None:
     assert module.get_device_properties().name == module.get_device_name()
 
 
+def left_after_waiting(last: Any) -> float:
+    """Return how much of the time until a result is there is left after ``synchronize``.
+
+    Not ``is_ready()``: XLA lets the next program run a moment before it calls the last one's result ready.
+    """
+    start = time.perf_counter()
+    torch.jax.synchronize()  # type: ignore[attr-defined]
+    waited = time.perf_counter()
+    last.block_until_ready()
+    end = time.perf_counter()
+    return (end - waited) / (end - start)
+
+
 def test_synchronize_waits_for_results_nobody_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     import jax
 
@@ -177,8 +191,7 @@ def test_synchronize_waits_for_results_nobody_keeps(monkeypatch: pytest.MonkeyPa
     last = y.untyped_storage()._buffer.held  # type: ignore[attr-defined]
     if last.is_ready():
         pytest.skip("this device is done before it can be waited for")
-    torch.jax.synchronize()  # type: ignore[attr-defined]
-    assert last.is_ready()
+    assert left_after_waiting(last) < 0.1
 
 
 class Slow(torch.autograd.Function):
@@ -215,8 +228,7 @@ def test_synchronize_waits_for_what_backward_began(mode: str, monkeypatch: pytes
         pytest.skip("this device is done before it can be waited for")
     modes = {"plain": contextlib.nullcontext, "no_grad": torch.no_grad, "inference": torch.inference_mode}
     with modes[mode]():
-        torch.jax.synchronize()  # type: ignore[attr-defined]
-    assert last.is_ready()
+        assert left_after_waiting(last) < 0.1
 
 
 def test_synchronize_starts_no_thread_of_autograds() -> None:
