@@ -161,6 +161,8 @@ def dropout(input: Tensor, p: float, train: bool) -> Tensor:
         raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p:g}")
     if p == 0 or not train or input.numel() == 0:
         return input
+    if p == 1 and not _continuous(input.dtype):
+        return input.mul(0)  # of integers torch can drop all, and not some
     return aten.native_dropout.default(input, p, True)[0]  # type: ignore[no-any-return]
 
 

@@ -60,7 +60,7 @@ _DIGITS = re.compile(r"[\d.+e-]*\d")
 _RESIZED = "An output with one or more elements was resized"
 _LIMIT = 4096
 # What the CPU said of stand-ins but not of the calls they stood for.
-_artifacts: set[tuple[OpOverload, str]] = set()
+_artifacts: set[Any] = set()
 
 
 def check(
@@ -91,7 +91,7 @@ def check(
     if OVERLAP in str(error):
         raise error.with_traceback(None) from None
     text = _text(error)
-    if (op, text) in _artifacts:
+    if _artifact(op, values, error) in _artifacts:
         return said
     _, again = ask(op, make(values, filled=True))
     if again is None or _text(again) != text:
@@ -101,7 +101,7 @@ def check(
             raise error.with_traceback(None) from None
         return said
     attempt(op, values)
-    _note_artifact(op, error)
+    _note_artifact(op, values, error)
     return said
 
 
@@ -152,18 +152,23 @@ def _is_certain(op: OpOverload, values: Values, error: Exception, again: Excepti
         return False  # indices, lengths and masks: no zeros and ones are like theirs
     if exact:
         return True
-    if (op, _text(error)) in _artifacts or sum([t.numel() for t in tensors]) > _LARGEST:
+    if _artifact(op, values, error) in _artifacts or sum([t.numel() for t in tensors]) > _LARGEST:
         return False
     _, whole = ask(op, compact(values, {}))
     if whole is None:
-        _note_artifact(op, error)
+        _note_artifact(op, values, error)
     return whole is not None
 
 
-def _note_artifact(op: OpOverload, error: Exception) -> None:
+def _artifact(op: OpOverload, values: Values, error: Exception) -> Any:
+    """Return what is remembered of a refusal that was due to stand-ins: other dtypes may have other reasons."""
+    return (op, _text(error), *[tensor.dtype for tensor in _tensors(values)])
+
+
+def _note_artifact(op: OpOverload, values: Values, error: Exception) -> None:
     if len(_artifacts) >= _LIMIT:
         _artifacts.clear()
-    _artifacts.add((op, _text(error)))
+    _artifacts.add(_artifact(op, values, error))
 
 
 def _choice(op: OpOverload, values: Values) -> tuple[Any, bool]:

@@ -224,3 +224,10 @@ def _adds_nothing(meta: Any) -> bool:
         or meta.num_graphsafe_rng_states
         or meta.grad_enabled_mutation is not None
     ) and all(plain)
+
+
+def without_modes() -> Any:
+    """Return a guard under which calls are not traced: the modes of AOTAutograd would see them."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from isthmus._device import refusals
 from isthmus._device.inference import Warnings
+from isthmus._dynamo.private import without_modes
 from isthmus._graph.schema import schema_of
 from isthmus._runtime.dtypes import to_torch_dtype
 from isthmus._runtime.lines import warn_user
@@ -34,9 +35,14 @@ class Refused(Exception):
 
 def check(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Raise ``Refused`` if the CPU refuses a call, and give its warnings; tensors are arrays, or fake."""
-    if op.namespace != "aten":
-        return
-    values = tree_map(_blank, schema_of(op).ordered(args, kwargs))
+    given = schema_of(op).ordered(args, kwargs)
+    if op.namespace != "aten" or not any(isinstance(v, (jax.Array, Tensor)) for v in _flat(given)):
+        return  # a library's op may do anything; a factory is asked about by its own kernel
+    with without_modes():
+        _check(op, tree_map(_blank, given))
+
+
+def _check(op: OpOverload, values: tuple[Any, ...]) -> None:
     parts = [(v.shape, v.dtype) if isinstance(v, Tensor) else repr(v) for v in _flat(values)]
     key = (op, *parts)
     if key not in _answers:
@@ -85,7 +91,8 @@ def refuses_a_write(graph: Graph) -> bool:
 
     To a wrong ``out=``, or in place to what the call reads as well: AOTAutograd takes writes out of its graphs.
     """
-    return any([_is_write(node) and _refused(node) for node in graph.nodes])
+    with without_modes():
+        return any([_is_write(node) and _refused(node) for node in graph.nodes])
 
 
 def _is_write(node: Node) -> bool:

@@ -3,7 +3,7 @@
 A call is a sample of torch's op_db with one change: a tensor's dtype, a size, a number, what ``out=`` is, what shares
 memory with what. Its name says all of it, so a call that differs is run again by its name alone::
 
-    python -m tests.fuzz.refusals --seeds 0 80                  # numbers, and each call that differs
+    python -m tests.fuzz.refusals --seeds 0 100                 # numbers, and each call that differs
     python -m tests.fuzz.refusals index_add/float32/3/dtype/17  # one call
 """
 
@@ -42,7 +42,7 @@ _UNSAFE = {"as_strided", "as_strided.partial_views", "as_strided_scatter", "lu_u
 _UNSAFE |= {"linalg.lu_solve", "linalg.ldl_solve", "nn.functional.avg_pool3d", "narrow_copy"}
 _UNSAFE |= {"_native_batch_norm_legit", "_batch_norm_with_update", "native_batch_norm"}
 _SAMPLES = 12
-CHUNK = 250
+CHUNK = 200
 CALLS = 20_000
 # A half type the CPU has no kernel for says nothing: CUDA has one, and so may the device.
 NO_REFERENCE = re.compile(r"not implemented for '(Half|BFloat16|ComplexHalf)'|mkldnn|MKLDNN")
