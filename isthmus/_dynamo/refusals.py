@@ -98,11 +98,25 @@ def refuses_a_write(graph: Graph) -> bool:
 def _is_write(node: Node) -> bool:
     if node.op not in ("call_function", "call_method"):
         return False
+    if not _is_torchs(node) or not refusals.may_be_asked(_name(node)):
+        return False
     if node.kwargs.get("out") is not None:
         return True
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = _name(node)
     shared = len({id(n) for n in node.all_input_nodes}) < len(_nodes(node))
     return name.endswith("_") and not name.endswith("__") and shared
+
+
+def _name(node: Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def _is_torchs(node: Node) -> bool:
+    """Return whether a node calls torch itself: a function of the user's must not run more often than it is called."""
+    if isinstance(node.target, str):
+        return hasattr(Tensor, node.target)
+    module = getattr(node.target, "__module__", None) or ""
+    return module.split(".")[0] == "torch" or getattr(torch, _name(node), None) is node.target
 
 
 def _nodes(node: Node) -> list[Node]:
