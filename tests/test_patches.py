@@ -424,3 +424,20 @@ def test_every_patch_goes_through_the_table(file: Path) -> None:
         if (file.name, text) in OWN_WRITES or file.name == "patches.py":
             continue
         raise AssertionError(f"{file.name}:{line} writes {text}: use isthmus._device.patches")
+
+
+def test_sizes_that_vary_get_no_guard() -> None:
+    """torch asks fake tensors for the bytes of their storage: a patch must not turn the answer into a condition."""
+    torch.zeros(1, device="jax")
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(module: torch.fx.GraphModule, inputs: list[object]) -> object:
+        graphs.append(module)
+        return module.forward
+
+    compiled = torch.compile(lambda x: x.nonzero() + x.shape[0], backend=backend, dynamic=True, fullgraph=True)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        for size in (3, 5, 7):
+            assert compiled(torch.ones(size)).shape == (size, 1)
+    assert len(graphs) == 1

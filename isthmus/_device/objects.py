@@ -230,7 +230,10 @@ def _storage_method(theirs: Callable[..., Any], name: str) -> Callable[..., Any]
         theirs = Storage.nbytes  # the same number, by a shorter way than through the slot
 
     def measured(self: Any) -> Any:
-        return theirs(self) or ours(self)  # torch's is 0 for "jax", and ours for an empty storage elsewhere
+        # torch's is 0 for "jax", and ours for an empty storage elsewhere. While a graph is traced it may be a SymInt:
+        # to ask whether that is 0 would put a guard on its size.
+        number = theirs(self)
+        return ours(self) if number.__class__ is int and number == 0 else number
 
     def shared(self: Any) -> Any:
         return theirs(self) and getattr(self, "_buffer", None) is None  # torch says so of every "jax" storage

@@ -58,11 +58,11 @@ _MISPLACING = {_aten.avg_pool3d.out, _aten.narrow_copy.out}
 # Ops that torch calls for others and whose kernels check their arguments.
 _INNER_ASKED = (
     "_adaptive_avg_pool", "_cdist_forward", "_foreach_", "_index_put_impl_", "_linalg_", "_log_softmax",
-    "_pdist_forward", "_prelu_kernel", "_softmax",
+    "_native_batch_norm_legit", "_pdist_forward", "_prelu_kernel", "_softmax", "_to_copy",
 )  # fmt: skip
 _TRUSTING = re.compile(
     r"backward|mkldnn|onednn|cudnn|miopen|quantize|fbgemm|lstm|gru|rnn|lu_solve|lu_unpack|ldl_|ormqr|householder|"
-    r"unpool|fractional|segment_reduce|embedding_bag|ctc|histogramdd|avg_pool3d|sparse|nested|jagged|fft_"
+    r"unpool|fractional|segment_reduce|embedding_bag|ctc|histogramdd|sparse|nested|jagged|fft_"
 )
 _TYPES = re.compile(r"type|bool|complex|integ|float|long|double|half|byte|\bint", re.IGNORECASE)
 _DIGITS = re.compile(r"[\d.+e-]*\d")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import sys
 import threading
 import warnings
@@ -120,11 +119,15 @@ def _unload(before: set[str]) -> None:
     """
     for name in [name for name in sys.modules if name.startswith("isthmus.") and name not in before]:
         parent, _, child = name.rpartition(".")
+        # A library takes its ops and kernels back when it is freed, but the traceback still holds the module.
+        for value in list(vars(sys.modules[name]).values()):
+            for library in value.values() if isinstance(value, dict) else (value,):
+                if isinstance(library, torch.library.Library):
+                    library._destroy()
         del sys.modules[name]
         # ``from package import child`` asks the package first, which still has it.
         if parent in sys.modules and hasattr(sys.modules[parent], child):
             delattr(sys.modules[parent], child)
-    gc.collect()  # a torch.library.Library takes its kernels back when it is freed
 
 
 def _check_in_time() -> None:

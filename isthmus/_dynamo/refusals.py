@@ -38,6 +38,8 @@ def check(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     given = schema_of(op).ordered(args, kwargs)
     if op.namespace != "aten" or not any(isinstance(v, (jax.Array, Tensor)) for v in _flat(given)):
         return  # a library's op may do anything; a factory is asked about by its own kernel
+    if not all(map(_is_known, _sizes(given))):
+        return  # sizes that depend on values: there is nothing to make a tensor of
     with without_modes():
         _check(op, tree_map(_blank, given))
 
@@ -68,6 +70,15 @@ def _blank(value: Any) -> Any:
     if isinstance(value, Tensor):
         return torch.empty([_known(n) for n in value.shape], dtype=value.dtype, device="meta")
     return _known(value)
+
+
+def _sizes(values: Any) -> list[Any]:
+    flat = _flat(values)
+    return [n for v in flat for n in (v.shape if isinstance(v, Tensor) else (v,))]
+
+
+def _is_known(size: Any) -> bool:
+    return not isinstance(size, torch.SymInt) or size.node.has_hint()
 
 
 def _known(size: Any) -> Any:

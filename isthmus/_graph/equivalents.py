@@ -234,7 +234,7 @@ _NORMS: dict[Any, tuple[str | None, ...]] = {
     aten.native_layer_norm_backward.default: ("input", "weight", "bias"),
     aten.native_batch_norm.default: ("input", None, None),
     aten._native_batch_norm_legit.no_stats: ("input", None, None),
-    aten._native_batch_norm_legit_functional.default: ("input", None, None, "running_mean", "running_var"),
+    aten._native_batch_norm_legit_functional.default: ("input", None, None, None, None),
     aten.native_batch_norm_backward.default: ("input", "weight", "weight"),
 }
 EQUIVALENTS = {op: function for op, function in _FUNCTIONS.items() if not isinstance(op, Missing)}

@@ -12,18 +12,18 @@ from isthmus._runtime.lines import OWNERS, RECORDER, owner
 
 # By file and function. A function calls others that are here as well: the one nearest to the user's code says why.
 _WORDS = {
-    ("fallback", "attempt"): "an op tried on the CPU",
     ("fallback", "run"): "a fallback op",
     ("jit", "__call__"): "an isthmus.jit function",
     ("modes", "lazy"): "the end of a lazy block",
     ("modes", "set_mode"): "set_mode()",
     ("modes", "sync"): "sync()",
     ("objects", "_clone"): "a copy of a storage",
-    ("objects", "_export"): "DLPack",
-    ("objects", "export_device"): "DLPack",
+    ("objects", "__dlpack__"): "DLPack",
+    ("objects", "__dlpack_device__"): "DLPack",
     ("objects", "_host_bytes"): "the bytes of a storage",
-    ("objects", "tensor_str"): "print",
+    ("objects", "_tensor_str"): "print",
     ("program", "__call__"): "a compiled function",
+    ("refusals", "attempt"): "an op tried on the CPU",
     ("sized", "entry"): "a size that depends on values",
     ("transfer", "copy_"): "copy_() to another device",
     ("transfer", "equal"): "torch.equal()",
