@@ -250,7 +250,7 @@ def test_a_failed_replay_leaves_the_state(bundles: str, monkeypatch: Any) -> Non
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(capture.program), "__call__", fails)
+        patch.setattr(capture.program, "call", fails)
         with pytest.raises(RuntimeError, match="out of memory"):
             training.step(torch.ones(6, 4).to("jax"), torch.zeros(6, dtype=torch.long).to("jax"))
     training.both(3)
@@ -261,13 +261,13 @@ def test_a_lost_bundle_says_so() -> None:
     buffers = [buffer_of(torch.full((), float(n), device="jax")) for n in range(3)]
     residence = Residence([], [buffers])
 
-    def fails(state: list[Any]) -> Any:
+    def fails(*state: Any) -> Any:
         for array in state:
             array.delete()
         raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        residence.run(fails)
+        residence.run(fails, [], list)
     with pytest.raises(IsthmusError, match="its program failed"):
         _ = buffers[1].value
 

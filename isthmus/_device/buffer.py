@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from isthmus._device import mode
+from isthmus._device import donation, mode
 from isthmus._device.private import empty_tensor, restride
 from isthmus._graph.layout import Spec, contiguous_strides, is_as_made, span, storage_shape
 from isthmus._graph.nodes import Node
@@ -55,7 +55,8 @@ class Signature:
 class Buffer:
     """What a storage holds: an array whose elements, in row-major order, are the storage's.
 
-    In lazy mode ``held`` may be a node that is to be computed; ``value`` is an array always.
+    In lazy mode ``held`` may be a node that is to be computed, and a ``Rewriting`` while another thread writes;
+    ``value`` is an array always.
     """
 
     __slots__ = ("__weakref__", "held", "signature")
@@ -70,9 +71,12 @@ class Buffer:
             return mode.current.capture.read(self)
         if type(self.held) is Node:
             mode.current.materialise()
-        if type(self.held) is Lost:
-            raise self.held.error()
-        return self.held
+        held = self.held
+        if type(held) is donation.Rewriting:
+            held = donation.settled(self)
+        if type(held) is Lost:
+            raise held.error()
+        return held
 
     def rebind(self, value: Array) -> None:
         """Replace the contents; every tensor on the storage sees the new ones."""
@@ -82,7 +86,7 @@ class Buffer:
 class Lost:
     """What a buffer holds whose program failed."""
 
-    def __init__(self, cause: Exception) -> None:
+    def __init__(self, cause: BaseException) -> None:
         self.cause = cause
 
     def error(self) -> Exception:

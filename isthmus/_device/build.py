@@ -98,7 +98,7 @@ def _choose(kernel: Kernel, inputs: list[Any], values: Values, traced: bool, fin
     if device is not None and device.type != "jax":
         return _elsewhere(kernel, device)
     tier: Tier | None = kernel.lowering or decompose.function_for(kernel.functional)
-    reason = "nothing lowers it"
+    reason, passing = "nothing lowers it", False
     meta: inference.Warnings = []
     try:
         share = bool(kernel.schema.mutated)
@@ -119,12 +119,26 @@ def _choose(kernel: Kernel, inputs: list[Any], values: Values, traced: bool, fin
         except Exception as error:
             if traced:
                 raise
+            if memory.is_exhausted(error):
+                raise memory.exhausted(error) from error
             reason = f"its lowering failed: {type(error).__name__}: {error}"
             refusals.attempt(kernel.op, values)  # what the CPU refuses as well is refused in its words
+            passing = compiler.may_pass(error)
     if traced:
         raise IsthmusError(f"{kernel.op} cannot run inside a trace: {reason}")
     fallback.permit(kernel.op, kernel.schema.named(values), reason)
-    return lambda _, values: fallback.run(kernel.op, values, reason)
+    plan: Plan = lambda _, values: fallback.run(kernel.op, values, reason)  # noqa: E731
+    if passing:
+        raise PassingFailure(plan)
+    return plan
+
+
+class PassingFailure(Exception):
+    """XLA failed in a way that may pass: ``plan`` runs this call on the CPU, and the next one is compiled anew."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__("XLA failed in a way that may pass")
+        self.plan = plan
 
 
 def _elsewhere(kernel: Kernel, device: torch.device) -> Plan:

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from isthmus._device.build import Plan, build
+from isthmus._device import donation
+from isthmus._device.build import PassingFailure, Plan, build
 from isthmus._device.entry import make_entry
 from isthmus._device.generations import Generations
 from isthmus._device.sized import SizedKernel
 from isthmus._graph.names import Missing
+from isthmus._graph.nodes import Node
 from isthmus._graph.schema import functional_of, schema_of
 from isthmus._ops import families  # noqa: F401  # importing it files every lowering
 from isthmus._ops.registry import lowering_of
@@ -37,6 +39,9 @@ class Kernel:
         self.generations = Generations()
         self.plans: dict[tuple[Any, ...], Plan] = self.generations.young
         self.recipes: dict[tuple[Any, ...], Plan] = {}
+        self.failures: dict[
+            tuple[Any, ...], int
+        ] = {}  # how often a key failed to compile in a way that may pass
         tensors = {a.name for a in self.schema.arguments if a.kind in ("tensor", "tensors")}
         # A decomposition and the CPU need numbers as they are, so without a lowering they are static.
         dynamic = set() if lowering is None else lowering.dynamic | tensors
@@ -52,11 +57,37 @@ class Kernel:
     def new_plan(self, key: tuple[Any, ...], inputs: list[Any], values: tuple[Any, ...]) -> Plan:
         """Return the plan for a key seen for the first time."""
         forks.check()
+        if any([type(value) in (Node, donation.Rewriting) for value in inputs]):
+            raise RuntimeError("another thread is rewriting an input")  # the entry waits and tries again
         with _building:
             plan = self.plans.get(key)
             if plan is not None:
                 return plan
-            return self.generations.find(key, lambda: build(self, inputs, values, private.is_traced(inputs)))
+            try:
+                return self.generations.find(
+                    key, lambda: build(self, inputs, values, private.is_traced(inputs))
+                )
+            except PassingFailure as failure:
+                return self._until_next_try(key, failure.plan)
+
+    def _until_next_try(self, key: tuple[Any, ...], plan: Plan) -> Plan:
+        """Return the plan of calls that could not be compiled; after the next 0, 1, 3, 7, ... of them it is dropped.
+
+        So a failure that passes costs one call, and one that does not pass costs few compilations.
+        """
+        left = 2 ** self.failures.get(key, 0) - 1
+        self.failures[key] = self.failures.get(key, 0) + 1
+
+        def run(inputs: list[Any], values: tuple[Any, ...]) -> Any:
+            nonlocal left
+            left -= 1
+            if left <= 0:
+                self.plans.pop(key, None)
+            return plan(inputs, values)
+
+        if left:
+            self.plans[key] = run
+        return plan
 
 
 _kernels: dict[OpOverload, Kernel | SizedKernel] = {}

@@ -8,10 +8,14 @@ The source is written from the schema, once per overload. For ``aten.add.Tensor`
         _part_2 = _list_part(alpha, True, _inputs)
         _values = (self, other, alpha,)
         _key = (_default_dtype(), _part_0, _part_1, _part_2,)
-        _plan = _plans.get(_key)
-        if _plan is None:
-            _plan = _new_plan(_key, _inputs, _values)
-        return _plan(_inputs, _values)
+        try:
+            _plan = _plans.get(_key)
+            if _plan is None:
+                _plan = _new_plan(_key, _inputs, _values)
+            return _plan(_inputs, _values)
+        except Exception as _error:
+            _recover(_error, _inputs, _values)  # raises it, unless the call may be made again
+        return _again(_run, self, other, alpha=alpha)
 
 In lazy mode its twin runs: inputs are nodes, and the plan is a recipe that makes more of them.
 """
@@ -20,19 +24,21 @@ from __future__ import annotations
 
 import keyword
 import linecache
+import threading
 from collections.abc import Callable
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from isthmus._device import fit, generator, mode
+from isthmus._device import donation, fit, generator, mode
 from isthmus._device.buffer import Buffer, Signature, buffer_of
 from isthmus._device.hosts import array_from_cpu
 from isthmus._graph.nodes import Node
 from isthmus._graph.schema import ABSENT, Argument
-from isthmus._runtime import private
+from isthmus._runtime import memory, private
 from isthmus._runtime.hosts import LARGEST, device_number
 
 if TYPE_CHECKING:
@@ -79,7 +85,8 @@ def make_entry(kernel: Kernel) -> Callable[..., Any]:
         "_recorded": _twin(kernel, scope),
     }
     scope |= {"_number": device_number, "_offset_of": device_number, "_draw": _draw}
-    return _execute(source, kernel, scope)
+    scope["_run"] = entry = _execute(source, kernel, scope)
+    return entry
 
 
 def _twin(kernel: Kernel, scope: dict[str, Any]) -> Callable[..., Any]:
@@ -134,10 +141,14 @@ def _body(kernel: Kernel, take: str) -> list[str]:
         *watched,
         f"    _key = ({', '.join([*extras, *keyed])},)",
         f"    _inputs.append(_draw({names.get('generator', 'None')}))" if kernel.random else "",
-        "    _plan = _plans.get(_key)",
-        "    if _plan is None:",
-        "        _plan = _new_plan(_key, _inputs, _values)",
-        "    return _plan(_inputs, _values)",
+        "    try:",
+        "        _plan = _plans.get(_key)",
+        "        if _plan is None:",
+        "            _plan = _new_plan(_key, _inputs, _values)",
+        "        return _plan(_inputs, _values)",
+        "    except Exception as _error:",
+        "        _recover(_error, _inputs, _values)",
+        f"    return _again(_run, {_passed_on(kernel)})",
     ]
 
 
@@ -192,6 +203,7 @@ def _scope(kernel: Kernel) -> dict[str, Any]:
     return {
         "_ABSENT": ABSENT,
         "_Tensor": Tensor,
+        "_again": again,
         "_alias_pattern": alias_pattern,
         "_array_of": None,
         "_buffer_of": buffer_of,
@@ -202,6 +214,7 @@ def _scope(kernel: Kernel) -> dict[str, Any]:
         "_number_part": number_part,
         "_op": kernel.op,
         "_own": generator.own,
+        "_recover": recover,
         "_refuse": fit.refuse,
         "_static_part": static_part,
         **{f"_suspicious_{name}": found for name, found in fit.watched(kernel.schema).items()},
@@ -216,6 +229,42 @@ def _execute(body: list[str], kernel: Kernel, scope: dict[str, Any]) -> Callable
     # Tracebacks and debuggers find the lines here.
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
     return scope[_function_name(kernel)]
+
+
+class _Retry(threading.local):
+    """Whether this thread makes a call for the second time, after it found no memory."""
+
+    again = False
+
+
+_retry = _Retry()
+
+
+def recover(error: Exception, inputs: list[Any], values: tuple[Any, ...]) -> None:
+    """Return if the call that raised ``error`` may be made again, else raise the error.
+
+    Two calls may: one that read a buffer which another thread was rewriting or had only recorded, and, once, one that
+    found no memory.
+    """
+    if any([type(value) in (Node, donation.Rewriting) for value in inputs]):
+        for tensor in tree_leaves(values):
+            if isinstance(tensor, Tensor) and tensor.device.type == "jax":
+                _ = buffer_of(tensor).value  # waits for the other thread, or runs what was recorded
+    elif memory.is_exhausted(error):
+        if _retry.again:
+            raise memory.exhausted(error) from error
+        memory.make_room(error, inputs)
+    else:
+        raise
+
+
+def again(entry: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Make a call for the second time."""
+    _retry.again = True
+    try:
+        return entry(*args, **kwargs)
+    finally:
+        _retry.again = False
 
 
 def number_part(value: Any, inputs: list[Any], number: Callable[[Any], Any]) -> Any:

@@ -10,10 +10,13 @@ from torch._ops import OpOverload
 
 from isthmus import config
 from isthmus._device import mode
+from isthmus._device.hosts import write_through_cpu
 from isthmus._device.refusals import on_cpu
 from isthmus._graph.schema import schema_of
 from isthmus._runtime import counters
 from isthmus.errors import MissingLowering, first_line
+
+_COPY = torch.ops.aten.copy_.default
 
 
 class FallbackWarning(UserWarning):
@@ -47,7 +50,10 @@ def run(op: OpOverload, values: tuple[Any, ...], reason: str) -> Any:
             originals[id(new)] = old
             if old.shape != new.shape:
                 old.resize_(new.shape)
-            old.copy_(new)
+            if op is _COPY:  # the copy itself is what cannot be compiled
+                write_through_cpu(old, new)
+            else:
+                old.copy_(new)
     return _to_jax(result, originals)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from isthmus._runtime import counters, memory
 from isthmus._runtime.compiler import default_device, platform, scoped_x64
-from isthmus._runtime.dtypes import to_jax_dtype
+from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
 from isthmus._runtime.hosts import from_numpy, to_numpy
 
 _CROSSES = frozenset({
@@ -65,6 +65,23 @@ def cuda_from_array(array: Any, dtype: torch.dtype) -> torch.Tensor | None:
     # JAX may reuse its memory as soon as this returns.
     torch.cuda.current_stream(own.device).synchronize()
     return own
+
+
+def shown_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what a "jax" tensor shows as a view of a CPU copy of its storage: this takes no program."""
+    array = tensor.untyped_storage()._buffer.value  # type: ignore[attr-defined]
+    storage = cpu_from_array(array, to_torch_dtype(array.dtype)).reshape(-1).clone().view(tensor.dtype)
+    return storage.as_strided(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+
+def write_through_cpu(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Write CPU ``values`` to what a "jax" tensor shows by exchanging its storage: this takes no program."""
+    buffer = tensor.untyped_storage()._buffer  # type: ignore[attr-defined]
+    array = buffer.value
+    shown = shown_on_cpu(tensor)
+    shown.copy_(values)
+    whole = shown.as_strided((shown.untyped_storage().nbytes() // shown.itemsize,), (1,), 0)
+    buffer.rebind(array_from_cpu(whole.view(to_torch_dtype(array.dtype))).reshape(array.shape))
 
 
 def copied(array: Any) -> Any:

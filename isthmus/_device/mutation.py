@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,11 +12,12 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from isthmus import config
-from isthmus._device import checks
-from isthmus._device.buffer import maker
+from isthmus._device import checks, donation
+from isthmus._device.buffer import Buffer, Lost, maker
 from isthmus._device.plan import Slot, TensorSlot, store
 from isthmus._device.private import become, restride
 from isthmus._graph.layout import Spec
+from isthmus._graph.nodes import Node
 from isthmus._graph.schema import schema_of
 from isthmus._ops.common import cast
 from isthmus._runtime import compiler
@@ -25,9 +26,6 @@ from isthmus.errors import LoweringError
 
 if TYPE_CHECKING:
     from isthmus._device.build import Builder, Plan
-
-# A value only its buffer holds is counted there, in the list of inputs and as an argument of getrefcount.
-_OWNED = 3
 
 
 class Mutation:
@@ -82,26 +80,36 @@ class Mutation:
 
     def plan(self, builder: Builder, specs: list[Spec], inputs: list[Any]) -> Plan:
         """Return how a call runs: compute, rebind the storages, resize what must be."""
-        donated = tuple(self.slots[group].index for group in self.order)
-        variants = Variants(builder, donated, any(self.resized))
+        places = tuple(self.slots[group].index for group in self.order)
+        variants = Variants(builder, places, any(self.resized))
         variants.choose(inputs)
         verify = checks.verifier(builder.errors)
         makers = [maker(spec, builder.traced) for spec in specs]
         count, order, resized, locate = len(specs), self.order, self.resized, self.locate
         returns = len(self.op._schema.returns)
         restrided = any(resized)
+        # A resized buffer has another signature; tracers have signatures of their own.
+        resigned = restrided or builder.traced
 
         def run(inputs: list[Any], values: tuple[Any, ...]) -> Any:
             targets = locate(values)
-            outputs = variants.choose(inputs)(*inputs)
-            if verify is not None:
-                verify(outputs[count + len(order) :])
-            for group, value in zip(order, outputs[count:], strict=False):
-                buffer = targets[group].untyped_storage()._buffer  # type: ignore[attr-defined]
-                if restrided or builder.traced:
-                    buffer.rebind(value)
-                else:
-                    buffer.held = value
+            buffers = [targets[group].untyped_storage()._buffer for group in order]  # type: ignore[attr-defined]
+
+            def commit(outputs: Sequence[Any]) -> Sequence[Any]:
+                if verify is not None:  # then nothing was donated, and a failed call leaves all as it was
+                    verify(outputs[count + len(order) :])
+                for buffer, value in zip(buffers, outputs[count:], strict=False):
+                    if resigned:
+                        buffer.rebind(value)
+                    else:
+                        buffer.held = value
+                return outputs
+
+            # Tracers belong to this thread, which may hold the compiler's lock.
+            if builder.traced or not donation.threaded():
+                outputs = donation.run(variants.choose(inputs), inputs, commit)
+            else:
+                outputs = _beside_threads(variants, inputs, buffers, places, commit)
             if restrided:
                 restride_all(targets, resized)
             if count:
@@ -112,21 +120,55 @@ class Mutation:
         return run
 
 
+def _beside_threads(
+    variants: Variants,
+    inputs: list[Any],
+    buffers: Sequence[Buffer],
+    places: Sequence[int],
+    commit: Callable[[Sequence[Any]], Sequence[Any]],
+) -> Sequence[Any]:
+    """Run a call while other threads exist: from the reading of its targets to their rebinding nobody else writes."""
+    show = partial(donation.show, buffers, inputs, places)
+    while True:
+        with donation.lock:
+            try:
+                donation.hide(buffers, inputs, places)
+                owned = variants.donates(inputs, hidden=True)
+                ready = not any([type(inputs[at]) in (Node, Lost) for at in places])
+            except BaseException:
+                show()
+                raise
+            call = variants.calls.get(owned)
+            if call is not None and ready:
+                return donation.run(call, inputs, commit, show)
+            show()
+        # Compiling takes seconds and a lock of its own, and so does running what another thread recorded.
+        for at, buffer in zip(places, buffers, strict=True):
+            inputs[at] = buffer.value
+        if call is None:
+            variants.compile(owned)
+
+
 class Variants:
-    """One program compiled at most twice: with its targets' memory reused, and without."""
+    """One program compiled at most twice: with its targets' memory donated, and without."""
 
     def __init__(self, builder: Builder, donated: tuple[int, ...], resized: bool) -> None:
         self.builder, self.donated, self.fixed = builder, donated, resized or builder.traced
         self.calls: dict[bool, Callable[..., Any]] = {}
 
-    def choose(self, inputs: list[Any]) -> Callable[..., Any]:
-        """Return the variant for these inputs: memory nobody else holds is reused."""
+    def donates(self, inputs: list[Any], hidden: bool = False) -> bool:
+        """Return whether a call donates its targets: if nobody else holds their arrays."""
         may = not self.fixed and config.current.donate == "auto"
-        owned = may and all([sys.getrefcount(inputs[index]) == _OWNED for index in self.donated])
-        call = self.calls.get(owned)
-        return call if call is not None else self._compile(owned)
+        return may and donation.is_owned(inputs, self.donated, hidden)
 
-    def _compile(self, owned: bool) -> Callable[..., Any]:
+    def choose(self, inputs: list[Any]) -> Callable[..., Any]:
+        """Return the variant for these inputs."""
+        owned = self.donates(inputs)
+        call = self.calls.get(owned)
+        return call if call is not None else self.compile(owned)
+
+    def compile(self, owned: bool) -> Callable[..., Any]:
+        """Compile a variant."""
         builder = self.builder
         if builder.traced:
             call = compiler.inline(builder.program)

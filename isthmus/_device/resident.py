@@ -10,24 +10,22 @@ from __future__ import annotations
 import functools
 import math
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 from weakref import ref
 
 import jax
 import jax.numpy as jnp
 
+from isthmus._device import donation
 from isthmus._device.buffer import Buffer, Lost
-from isthmus._device.hosts import copied
 from isthmus._runtime import compiler
 
+T = TypeVar("T")
 Array = Any
 Shape = tuple[int, ...]
 Kind = tuple[Shape, Any]
 Pair = tuple[int, int]
-# An array only its buffer holds is counted there, in a list and as an argument of getrefcount.
-_OWNED = 3
 # Fewer arrays than this are not worth a bundle.
 _FEW = 4
 # Arrays of at most so many elements are small. XLA compiles code for bundles slowly on the CPU.
@@ -35,8 +33,6 @@ _SMALL = {"cpu": 1}
 _SMALL_ELSEWHERE = 2**14
 # Runs between two reads of the state that pay for a bundle, and how often in a row there may be fewer.
 _RUNS, _TRIES = 3, 3
-# Held while a program runs on its state, so that nobody reads what it is about to replace.
-_lock = threading.RLock()
 _slot: Any = vars(Buffer)["held"]  # where a buffer has its array
 
 
@@ -139,21 +135,30 @@ class Resident(Buffer):
         self.held = value
 
 
+# A buffer changes hands in two steps. Between them, where an exception may strike, it is a Resident that holds its own
+# array: ``_take_back`` understands that, while a Buffer that held a Residence would pass it on as an array.
+
+
 def _take_back(buffer: Buffer) -> None:
-    with _lock:
+    with donation.lock:
         if type(buffer) is Resident:
-            _slot.__get__(buffer).give_back()
+            held = _slot.__get__(buffer)
+            if isinstance(held, Residence):
+                held.give_back()
+            else:
+                buffer.__class__ = Buffer  # type: ignore[assignment]
 
 
 def _hand_over(buffer: Buffer, residence: Residence) -> None:
-    _slot.__set__(buffer, residence)
     buffer.__class__ = Resident
+    _slot.__set__(buffer, residence)
 
 
-def _restore(buffer: Buffer | None, held: Any) -> None:
-    if buffer is not None:
-        buffer.__class__ = Buffer
-        buffer.held = held
+def _restore(buffer: Buffer | None, residence: Residence, held: Any) -> None:
+    """Give a buffer its array back, unless it has left the residence already."""
+    if buffer is not None and type(buffer) is Resident and _slot.__get__(buffer) is residence:
+        _slot.__set__(buffer, held)
+        buffer.__class__ = Buffer  # type: ignore[assignment]
 
 
 class Residence:
@@ -171,23 +176,48 @@ class Residence:
         self.arrays: list[Array] | None = None
         self.runs = self.short = 0
         self.dead = False  # whether a buffer is gone
+        # Whether buffers are changing hands: if an exception strikes meanwhile, some are here and some are not.
+        self.moving = False
 
     @property
     def wears(self) -> bool:
         """Whether the state is read so often that its bundles cost more than they save."""
         return bool(self.bundles) and self.short >= _TRIES
 
-    def run(self, program: Callable[[list[Array]], Sequence[Array]]) -> Sequence[Array]:
-        """Run a program on the state, which it may destroy; its first results are the new state."""
-        with _lock:
+    def run(
+        self,
+        program: Callable[..., Sequence[Array]],
+        inputs: Sequence[Any],
+        commit: Callable[[Sequence[Array]], T],
+        undo: Callable[[], None] | None = None,
+    ) -> T:
+        """Run a program on the state and other inputs; its first results are the new state, all go to ``commit``."""
+        with donation.lock:
             state = self._take()
-            found = program(state)
-            self.arrays = list(found[: len(state)])
-        return found
+
+            def keep(outputs: Sequence[Array]) -> T:
+                self.arrays = list(outputs[: len(state)])
+                return commit(outputs)
+
+            try:
+                return donation.run(program, [*state, *inputs], keep, undo)
+            except Exception as error:
+                if self.arrays is state:
+                    self._lose_deleted(error)
+                raise
+
+    def _lose_deleted(self, error: Exception) -> None:
+        """Let the buffers say why their arrays are gone, where a run failed after it was given their memory."""
+        assert self.arrays is not None
+        if any([array.is_deleted() for array in self.arrays]):
+            self.arrays = [Lost(error) if array.is_deleted() else array for array in self.arrays]
+            self._give_back()
 
     def _take(self) -> list[Array]:
+        if self.moving:
+            self._give_back()
         if self.arrays is None and not self._adopt():
-            whole = owned([_alive(b).held for b in self.whole])
+            whole = donation.own([_alive(b).held for b in self.whole])
             groups = [[_alive(b).held for b in group] for group in self.bundles]
             self.begin(whole, groups)
         self.runs += 1
@@ -205,62 +235,69 @@ class Residence:
         other = _slot.__get__(_alive(buffers[0])) if buffers else None
         if not isinstance(other, Residence) or (other.whole, other.bundles) != (self.whole, self.bundles):
             return False
-        arrays, other.arrays = other.arrays, None
-        if arrays is not None:
-            self._become_place_of(arrays)
-        return arrays is not None
+        if other.arrays is None or other.moving:
+            return False
+        # Both have the arrays until all buffers have changed hands, so that none is lost on the way.
+        self._become_place_of(other.arrays)
+        other.arrays = None
+        return True
 
     def _buffers(self) -> list[ref[Buffer]]:
         return [*self.whole, *[b for group in self.bundles for b in group]]
 
     def _become_place_of(self, arrays: list[Array]) -> None:
+        self.moving = True
         self.arrays, self.runs = arrays, 0
         for reference in self._buffers():
             _hand_over(_alive(reference), self)
+        self.moving = False
 
     def give_back(self) -> None:
         """Give every buffer its array."""
-        with _lock:
+        with donation.lock:
             self._give_back()
 
     def _give_back(self) -> None:
-        arrays, self.arrays = self.arrays, None
+        arrays = self.arrays
         if arrays is None:
             return
-        self.short = self.short + 1 if self.runs < _RUNS else 0
+        if not self.moving:  # else this goes on where it was interrupted
+            self.short = self.short + 1 if self.runs < _RUNS else 0
+        self.moving = True
         for reference, array in zip(self.whole, arrays, strict=False):
-            _restore(reference(), array)
+            _restore(reference(), self, array)
         rest = arrays[len(self.whole) :]
         for group, (_, parted), bundle in zip(self.bundles, self.programs, rest, strict=True):
-            try:
-                found = parted(bundle)
-            except Exception as error:  # a run failed and took the bundle with it
-                found = [Lost(error)] * len(group)
-            for reference, array in zip(group, found, strict=True):
-                _restore(reference(), array)
+            for reference, array in zip(group, _parts(parted, bundle, len(group)), strict=True):
+                _restore(reference(), self, array)
+        self.arrays = None
+        self.moving = False
+
+
+def _parts(parted: Callable[..., Any], bundle: Any, count: int) -> Sequence[Any]:
+    if isinstance(bundle, Lost):
+        return [bundle] * count
+    try:
+        return parted(bundle)  # type: ignore[no-any-return]
+    except Exception as error:
+        return [Lost(error)] * count
 
 
 def _died(residence: ref[Residence], _: Any) -> None:
     """Let go of the state of a buffer nobody has any more."""
     found = residence()
-    if found is not None and not sys.is_finalizing():
-        found.dead = True
-        found.give_back()
+    if found is None or sys.is_finalizing():
+        return
+    found.dead = True
+    # Buffers die in the middle of anything, of a compilation too: to wait here for another thread might be for ever.
+    if donation.lock.acquire(blocking=False):
+        try:
+            found.give_back()
+        finally:
+            donation.lock.release()
 
 
 def _alive(reference: ref[Buffer]) -> Buffer:
     buffer = reference()
     assert buffer is not None  # whoever runs the program holds it
     return buffer
-
-
-def owned(arrays: list[Array], places: Sequence[int] | None = None) -> list[Array]:
-    """Return the list with copies of those arrays, at these places or all, that somebody else holds.
-
-    Then their memory may be given away.
-    """
-    for at in range(len(arrays)) if places is None else places:
-        # Not in a function of the array: how often a call counts its arguments depends on who runs Python's frames.
-        if sys.getrefcount(arrays[at]) != _OWNED:
-            arrays[at] = copied(arrays[at])
-    return arrays

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -11,7 +12,13 @@ from isthmus._device import checks, mode
 from isthmus._device.buffer import buffer_of, wrap, wrap_strided
 from isthmus._device.conjugate import apply_bits, bare, is_lazy, resolve
 from isthmus._device.dispatch import kernel_for
-from isthmus._device.hosts import array_from_cpu, array_from_cuda, cpu_from_array, cuda_from_array
+from isthmus._device.hosts import (
+    array_from_cpu,
+    array_from_cuda,
+    cpu_from_array,
+    cuda_from_array,
+    shown_on_cpu,
+)
 from isthmus._device.module import check_device
 from isthmus._graph.layout import is_dense, storage_order
 from isthmus._graph.names import aten as _aten
@@ -21,14 +28,28 @@ from isthmus._runtime.dtypes import to_jax_dtype
 _copy = kernel_for(_aten.copy_.default)
 _clone = kernel_for(_aten.clone.default)
 _cast = kernel_for(_aten._to_copy.default)
+
+
+class _Copying(threading.local):
+    """Whether this thread copies what a view shows, so that its elements can be read."""
+
+    view = False
+
+
+_copying = _Copying()
 _WIDEST = {float: torch.float64, complex: torch.complex128}
 
 
 def array_of(tensor: Tensor) -> Any:
     """Return the elements a "jax" tensor shows, as an array of its shape and dtype."""
     tensor = resolve(tensor)
-    shown = tensor if _is_whole(tensor) else _clone(tensor, memory_format=torch.contiguous_format)
-    return buffer_of(shown).value
+    if _is_whole(tensor):
+        return buffer_of(tensor).value
+    _copying.view = True
+    try:
+        return buffer_of(_clone(tensor, memory_format=torch.contiguous_format)).value
+    finally:
+        _copying.view = False
 
 
 def _is_whole(tensor: Tensor) -> bool:
@@ -91,6 +112,9 @@ def _from_other(tensor: Tensor) -> Tensor:
 def to_cpu(tensor: Tensor) -> Tensor:
     """Return a "jax" tensor's elements on the CPU, to be copied from."""
     counters.count("transfers to host")
+    if _copying.view and not _is_whole(tensor):
+        # The program that copies views could not be compiled, and this is its fallback.
+        return shown_on_cpu(tensor)
     array = array_of(tensor)
     checks.raise_pending()
     return cpu_from_array(array, tensor.dtype)

@@ -10,12 +10,14 @@ from typing import Any
 import jax
 import torch
 
-from isthmus._device import checks
+from isthmus._device import checks, donation
 from isthmus._device.buffer import Buffer
 from isthmus._device.plan import TensorSlot
-from isthmus._device.resident import Residence, owned
+from isthmus._device.resident import Residence
 from isthmus._dynamo import crossing, record
 from isthmus._dynamo.specialization import KeptSlot, Specialization
+from isthmus._graph.nodes import Node
+from isthmus._runtime import memory
 from isthmus._runtime.private import forgetting_callers
 
 # How many sets of buffers a program keeps the state of: two models of one class take turns in the same program.
@@ -59,46 +61,60 @@ class Run:
 
     def __call__(self, args: list[Any], sources: list[Any]) -> Any:
         """Run one call; ``args`` and ``sources`` are emptied."""
-        if self.pure:
-            with forgetting_callers():
-                outputs = self.call(*map(_HELD, sources), self.nothing_failed)
-            sources.clear()
-            result = self.wrap(args, outputs)
-            args.clear()
-            return result
-        one = self.specialization
-        residence = self._residence(sources) if one.state else None
-        inputs = self._inputs(sources)
-        sources.clear()
-        owned(inputs, self.donated)
-        before = one.conditions.before()
-        with forgetting_callers():
-            if residence is None:
-                outputs = self.call(*inputs, before)
-            else:
-                outputs = residence.run(lambda state: self.call(*state, *inputs, before))
-        if residence is not None and not args[self.kept[0]].is_inference():
-            torch.autograd.graph.increment_version([args[at] for at in self.kept])
-        inputs.clear()
-        if self.foreign:
-            jax.block_until_ready(outputs)
-        fresh = outputs[self.state :] if self.state else outputs
-        if self.written:
-            self.rebind(args, fresh)
-            fresh = fresh[self.written :]
-        result = self.wrap(args, fresh)
+        outputs = self._compute(sources) if self.pure else self._rewrite(args, sources)
+        result = self.wrap(args, outputs)
         args.clear()
         if self.checked:
-            one.conditions.settle(outputs[-1], self.auto)
+            self.specialization.conditions.settle(outputs[-1], self.auto)
         return result
 
-    def _inputs(self, sources: list[Any]) -> list[Any]:
-        """Return the arrays of all inputs but the state."""
+    def _compute(self, sources: list[Any]) -> Sequence[Any]:
+        """Run a program that writes nothing, and return its results."""
+        with forgetting_callers():
+            try:
+                outputs = self.call(*map(_HELD, sources), self.nothing_failed)
+            except Exception as error:
+                if memory.is_exhausted(error):
+                    memory.make_room(error, [*map(_HELD, sources)])
+                elif not any([type(source.held) in (Node, donation.Rewriting) for source in sources]):
+                    raise
+                # Another thread was rewriting a buffer, or had only recorded it: its value is waited for.
+                inputs = [*[source.value for source in sources], self.nothing_failed]
+                outputs = donation.run(self.call, inputs, list)
+        sources.clear()
+        return outputs
+
+    def _rewrite(self, args: list[Any], sources: list[Any]) -> Sequence[Any]:
+        """Run a program on its state, rebind what it writes, and return its other results."""
         one = self.specialization
-        chosen = [sources[index] for index in one.others] if one.state else sources
-        if self.plain:
-            return [*map(_HELD, chosen)]
-        return [source.held if isinstance(source, Buffer) else source for source in chosen]
+        residence = self._residence(sources) if one.state else None
+
+        def commit(outputs: Sequence[Any]) -> Sequence[Any]:
+            if residence is not None and not args[self.kept[0]].is_inference():
+                torch.autograd.graph.increment_version([args[at] for at in self.kept])
+            if self.foreign:
+                jax.block_until_ready(outputs)
+            fresh = outputs[self.state :] if self.state else outputs
+            if self.written:
+                self.rebind(args, fresh)
+                fresh = fresh[self.written :]
+            return fresh
+
+        with donation.lock, forgetting_callers():
+            chosen = [sources[index] for index in one.others] if one.state else sources
+            inputs = self._inputs(chosen)
+            undo = donation.take(inputs, self.donated, [chosen[place] for place in self.donated])
+            sources.clear()
+            inputs.append(one.conditions.before())
+            if residence is None:
+                return donation.run(self.call, inputs, commit, undo)
+            return residence.run(self.call, inputs, commit, undo)
+
+    def _inputs(self, sources: list[Any]) -> list[Any]:
+        """Return the arrays of sources."""
+        if self.plain and not donation.threaded():
+            return [*map(_HELD, sources)]
+        return [source.value if isinstance(source, Buffer) else source for source in sources]
 
     def _residence(self, sources: list[Any]) -> Residence:
         """Return where the state of these buffers is."""

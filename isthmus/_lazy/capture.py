@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from isthmus import config
-from isthmus._device import generator, mode
+from isthmus._device import donation, generator, mode
 from isthmus._device.buffer import Buffer
 from isthmus._device.private import empty_tensor, restride
-from isthmus._device.resident import Residence, owned
+from isthmus._device.resident import Residence
 from isthmus._device.views import attach_to
 from isthmus._graph.graph import Graph
-from isthmus._graph.nodes import Leaf, Node, reachable
+from isthmus._graph.nodes import Leaf, Node
 from isthmus._lazy import programs
 from isthmus._lazy.guards import Guard
 from isthmus._lazy.roots import Roots
@@ -69,10 +69,10 @@ class Capture:
     def read(self, buffer: Buffer) -> Any:
         """Return a value that is read, if it is the same at every replay: one made of numbers alone."""
         node = buffer.held
-        if type(node) is not Node or not _is_fixed(node):
+        if type(node) is not Node or not programs.is_fixed(node):
             raise self.refuse_read()
         program = programs.family_of((node,)).find(frozenset(), NOTHING)
-        return program([], [], program.constants(trace), [])[0]
+        return program.call(*program.inputs([], program.constants(trace), []))[0]
 
     def refuse_read(self) -> Exception:
         """Return the error for a value that is read."""
@@ -98,6 +98,11 @@ class Capture:
             if any(t.requires_grad and not t.is_leaf for t in ours):
                 self.reason = "an argument is part of an autograd graph from outside"
             return self._keep(result, flat, grads, born, start)
+        except BaseException as error:
+            if not self.complete:  # the step did not happen: parameters have the values they had
+                trace.refusal = None
+                programs.restore(error)
+            raise
         finally:
             trace.refusal = None
             trace.reset()
@@ -144,12 +149,7 @@ class Capture:
         self.results = [self._result(t, flat, at, born) for t in result]
         self._find_draws(start)
         self.reason = self.reason or self._why_not()
-        found, settle = self._first_run(wanted)
-        for place, n, _, _ in self.writes:
-            if n < len(live):
-                live[n].held = found[place]
-        self.complete = True
-        settle()
+        self._first_run(wanted, live)()
         self._check_graphs(result)
         given = [t.detach() if _is_ours(t) and t.grad_fn is not None else t for t in result]
         return tree_unflatten(given, self.spec)
@@ -282,11 +282,12 @@ class Capture:
                 "backward() inside the function, return result.detach(), or call it under torch.no_grad()"
             )
 
-    def _first_run(self, wanted: tuple[Node, ...]) -> tuple[Sequence[Any], Callable[[], None]]:
-        """Return what the program computes, and what to do about the conditions it requires."""
+    def _first_run(self, wanted: tuple[Node, ...], live: list[Buffer]) -> Callable[[], None]:
+        """Compute what the recording left, give it to its buffers, and return how to check the conditions."""
         self.writes: list[tuple[int, int, str, Any]] = []
         if not wanted:
-            return [], _nothing
+            self.complete = True
+            return _nothing
         family = programs.family_of(wanted)
         self.order = [family.unique.index(node) for node in wanted]
         kept = self._kept(family.graph, wanted)
@@ -295,11 +296,26 @@ class Capture:
         program, self.lines = self.program, dict(trace.lines)
         self.constants = program.constants(trace)
         whole, bundles = program.packing.pick(trace.arrays.__getitem__)
-        self.residence.begin(owned(whole), bundles)
         arrays = [trace.arrays[leaf.index] for leaf in program.arrays]
-        draws = trace.draws[: program.draws]
-        found = self.residence.run(lambda state: program(state, arrays, self.constants, draws))
-        return found, partial(program.settle, found, self.lines)
+        outputs: list[Any] = []
+
+        def commit(found: Sequence[Any]) -> None:
+            outputs[:] = found
+            for place, n, _, _ in self.writes:
+                if n < len(live):
+                    live[n].held = found[place]
+            self.complete = True
+
+        try:
+            self.residence.begin(donation.own(whole), bundles)
+            self.residence.run(
+                program.call, program.inputs(arrays, self.constants, trace.draws[: program.draws]), commit
+            )
+        except BaseException:
+            if not self.complete:
+                self.residence.give_back()
+            raise
+        return partial(program.settle, outputs, self.lines)
 
     def _kept(self, graph: Graph, wanted: tuple[Node, ...]) -> Kept:
         """Return the state: what the program reads from buffers that live on, and writes to them."""
@@ -338,20 +354,31 @@ class Capture:
         """Do what the recording did, on these arguments."""
         draws = self._draw()
         program = self.program
-        found: Sequence[Any] = ()
-        if program is not None:
+        if program is None:
+            return self._given(self._write((), flat), flat)
+        if self.residence.wears:
+            self._use(program.unbundled())
+            program = self.program
+        outputs: list[Any] = []
+        new: dict[int, Buffer] = {}
+
+        def commit(found: Sequence[Any]) -> None:
+            outputs[:] = found
+            new.update(self._write(found, flat))
+
+        with donation.lock:
             inputs = [_take(kind, source, flat) for kind, source in self.inputs]
-            owned(inputs, program.donated)
-            if self.residence.wears:
-                self._use(program.unbundled())
-                program = self.program
-            arguments = (inputs, self.constants, draws[: program.draws])
-            found = self.residence.run(lambda state: program(state, *arguments))
-            del inputs, arguments
-            counters.count("replays")
-        new = self._write(found, flat)
-        if program is not None:
-            program.settle(found, self.lines)
+            donated = [_lasting_buffer(self.inputs[at], flat) for at in program.donated]
+            undo = donation.take(inputs, program.donated, donated)
+            inputs = program.inputs(inputs, self.constants, draws[: program.draws])
+            self.residence.run(program.call, inputs, commit, undo)
+        del inputs
+        counters.count("replays")
+        program.settle(outputs, self.lines)
+        return self._given(new, flat)
+
+    def _given(self, new: dict[int, Buffer], flat: list[Any]) -> Any:
+        """Return what a replay returns."""
         return tree_unflatten([_give(result, new, flat) for result in self.results], self.spec)
 
     def _draw(self) -> list[Any]:
@@ -409,12 +436,17 @@ def _layout(tensor: Tensor) -> Layout:
     return tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype
 
 
+def _lasting_buffer(place: tuple[str, Any], flat: list[Any]) -> Buffer:
+    """Return the buffer of an input that is an argument or lives on, as all are whose memory is donated."""
+    kind, source = place
+    assert kind in ("buffer", "argument")
+    return source if kind == "buffer" else _buffer(flat[source])
+
+
 def _take(kind: str, source: Any, flat: list[Any]) -> Any:
     """Return the array of one input."""
-    if kind == "buffer":
-        return source.held
-    if kind == "argument":
-        return _buffer(flat[source]).held
+    if kind in ("buffer", "argument"):
+        return _lasting_buffer((kind, source), flat).value
     if kind == "moved":
         place, tensor, again = source
         return again(tensor if place is None else flat[place])
@@ -441,9 +473,3 @@ def _give(result: tuple[Any, ...], new: dict[int, Buffer], flat: list[Any]) -> A
         size, stride, offset, dtype = layout[0]
         return restride(attach_to(dtype, flat[value].untyped_storage()), size, stride, offset)
     return _tensor(new[value], layout[0])
-
-
-def _is_fixed(node: Node) -> bool:
-    """Return whether a node is computed of numbers and offsets, which a recording keeps."""
-    leaves = [n.call for n in reachable([node]) if isinstance(n.call, Leaf)]
-    return all(leaf.kind in ("number", "offset") for leaf in leaves)

@@ -37,13 +37,16 @@ class HostedProgram:
         }
         return [numbers[leaf.kind](leaf)[leaf.index] for leaf in self.leaves if leaf.kind in numbers]
 
-    def __call__(
-        self, state: list[Array], arrays: list[Array], constants: list[Any], draws: list[Any]
-    ) -> Sequence[Array]:
-        """Run on an array for each of ``arrays``."""
-        tensors = [cpu_from_array(a, leaf.type.dtype) for a, leaf in zip(arrays, self.arrays, strict=True)]
+    def inputs(self, arrays: list[Array], constants: list[Any], draws: list[Any]) -> list[Any]:
+        """Return what ``call`` takes."""
         words = [torch.from_numpy(draws[leaf.index]) for leaf in self.leaves if leaf.kind == "draw"]
-        found = self.run(*tensors, *constants, *words)
+        return [*arrays, *constants, *words]
+
+    def call(self, *inputs: Any) -> Sequence[Array]:
+        """Run on the inputs; nothing is donated."""
+        count = len(self.arrays)
+        pairs = zip(inputs[:count], self.arrays, strict=True)
+        found = self.run(*[cpu_from_array(a, leaf.type.dtype) for a, leaf in pairs], *inputs[count:])
         if len(found) != len(self.graph.outputs):
             raise IsthmusError(f"the backend returned {len(found)} of {len(self.graph.outputs)} outputs")
         for output, tensor in zip(self.graph.outputs, found, strict=True):

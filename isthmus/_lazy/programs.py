@@ -9,10 +9,11 @@ from sys import getrefcount
 from typing import Any
 
 from isthmus import config
+from isthmus._device import donation
 from isthmus._device.buffer import Buffer, Lost
 from isthmus._graph.backends import backend_named
 from isthmus._graph.graph import Graph
-from isthmus._graph.nodes import TABLE, Leaf, Node, forget_all_but, leaf
+from isthmus._graph.nodes import TABLE, Leaf, Node, forget_all_but, leaf, reachable
 from isthmus._graph.passes import optimise, remade, share_offsets
 from isthmus._graph.stages import Stage, cut
 from isthmus._lazy import causes, storms
@@ -21,8 +22,8 @@ from isthmus._lazy.trace import trace
 from isthmus._lazy.xla import NOTHING, Kept, XlaProgram
 from isthmus._runtime import counters, forks
 
-# An array nobody else holds is counted in the trace and as an argument of getrefcount.
-_OWNED = 2
+# No buffer holds an array that dies, only the trace does.
+_OWNED = donation.OWNED - 1
 _NODES = 200_000
 _VARIANTS = 32
 
@@ -101,14 +102,12 @@ def materialise() -> None:
             trace.reset()
             return
         try:
-            outputs, settle = _run(live)
+            settle = _run(live)
         except Exception as error:
-            _restore(live, error)
+            restore(error)
             trace.reset()
             raise
-        for buffer, value in zip(live, outputs, strict=False):
-            buffer.held = value
-        trace.reset()
+        # An interrupt before the program ran leaves the trace as it is, and the next read runs it.
         if len(TABLE) > _NODES:
             trace.known.clear()
             forget_all_but(n for family in _families.values() for n in family.unique)
@@ -116,21 +115,27 @@ def materialise() -> None:
     storms.warn()
 
 
-def _run(live: list[Buffer]) -> tuple[list[Any], Callable[[], None]]:
-    """Return the arrays of these buffers, and what to do about the conditions their programs require."""
+def _run(live: list[Buffer]) -> Callable[[], None]:
+    """Compute what these buffers hold, give them the arrays and empty the trace; return how to check the conditions."""
     wanted = tuple([buffer.held for buffer in live])
     cause, line = causes.cause_and_line()
     run = _Run()
     staged = _stages(line, wanted)
+
+    def commit(arrays: Sequence[Any]) -> None:
+        for buffer, array in zip(live, arrays, strict=True):
+            buffer.held = array
+        trace.reset()
+
     if staged is None:
         family = family_of(wanted)
-        graph, found = family.graph, run.whole(family, wanted)
+        graph = family.graph
+        run.whole(family, wanted, commit)
     else:
         graph, stages = staged
-        values = run.stages(stages)
-        found = [values[n] for n in wanted]
+        run.stages(stages, lambda values: commit([values[n] for n in wanted]))
     causes.note(cause, line, graph, run.known)
-    return found, run.settle
+    return run.settle
 
 
 def _stages(line: str, wanted: tuple[Node, ...]) -> tuple[Graph, list[Stage]] | None:
@@ -150,12 +155,18 @@ class _Run:
         self.known = True  # whether every program was there
         self._settle: list[Callable[[], None]] = []
 
-    def whole(self, family: Family, wanted: tuple[Node, ...]) -> list[Any]:
-        """Return the arrays of these nodes."""
-        return self._call(family, self._find(family), wanted)
+    def whole(
+        self, family: Family, wanted: tuple[Node, ...], commit: Callable[[Sequence[Any]], None]
+    ) -> None:
+        """Compute these nodes by one program."""
+        self._call(family, self._find(family), wanted, commit)
 
-    def stages(self, stages: list[Stage]) -> dict[Node, Any]:
-        """Return the arrays of what the stages give, which join the arrays of the trace while others need them."""
+    def stages(self, stages: list[Stage], commit: Callable[[dict[Node, Any]], None]) -> None:
+        """Compute what the stages give, one program after another.
+
+        Results of a stage join the arrays of the trace for the next ones. From the first stage on memory has been
+        donated, so what interrupts is kept until all stages have run; a stage that fails twice has failed.
+        """
         leaves: dict[Node, Node] = {}
         calls = []
         count = len(trace.arrays)
@@ -169,12 +180,40 @@ class _Run:
             calls.append((family, self._find(family, held), wanted))
             for output in stage.outputs:
                 leaves[output] = leaf("array", count + len(leaves), output.type)
+        interrupt: BaseException | None = None
         try:
             for call in calls:
-                trace.arrays += self._call(*call)
-            return dict(zip(leaves, trace.arrays[count:], strict=True))
+                interrupt = self._stage(*call, interrupt)
+            commit(dict(zip(leaves, trace.arrays[count:], strict=True)))
         finally:
             del trace.arrays[count:]
+        if interrupt is not None:
+            raise interrupt
+
+    def _stage(
+        self,
+        family: Family,
+        program: XlaProgram | HostedProgram,
+        wanted: tuple[Node, ...],
+        interrupt: BaseException | None,
+    ) -> BaseException | None:
+        """Run a stage, again if it is interrupted; return what has interrupted it or one before."""
+        start = len(trace.arrays)
+
+        def join(arrays: Sequence[Any]) -> None:
+            trace.arrays[start:] = arrays
+
+        for last in (False, True):
+            try:
+                self._call(family, program, wanted, join)
+                return interrupt
+            except BaseException as error:
+                if len(trace.arrays) == start + len(wanted):
+                    return interrupt or error  # it has run all the same
+                if last:
+                    raise
+                interrupt = interrupt or (error if not isinstance(error, Exception) else None)
+        raise AssertionError
 
     def _find(self, family: Family, held: Set[int] = frozenset()) -> XlaProgram | HostedProgram:
         program = family.find(dying(family, held), NOTHING)
@@ -182,12 +221,23 @@ class _Run:
         return program
 
     def _call(
-        self, family: Family, program: XlaProgram | HostedProgram, wanted: tuple[Node, ...]
-    ) -> list[Any]:
+        self,
+        family: Family,
+        program: XlaProgram | HostedProgram,
+        wanted: tuple[Node, ...],
+        commit: Callable[[Sequence[Any]], None],
+    ) -> None:
         arrays = [trace.arrays[leaf.index] for leaf in program.arrays]
-        found = program([], arrays, program.constants(trace), trace.draws[: program.draws])
-        self._settle.append(partial(program.settle, found, dict(trace.lines)))
-        return family.spread(wanted, found)
+        inputs = program.inputs(arrays, program.constants(trace), trace.draws[: program.draws])
+        lines = dict(trace.lines)
+        outputs: list[Any] = []
+
+        def keep(found: Sequence[Any]) -> None:
+            outputs[:] = found
+            commit(family.spread(wanted, found))
+
+        donation.run(program.call, inputs, keep)
+        self._settle.append(partial(program.settle, outputs, lines))
 
     def settle(self) -> None:
         """Do what is to be done about the conditions of the programs."""
@@ -216,12 +266,46 @@ def dying(family: Family, held: Set[int] = frozenset()) -> frozenset[int]:
     return frozenset([at for at in family.donatable if at not in held and getrefcount(arrays[at]) == _OWNED])
 
 
-def _restore(live: list[Buffer], error: Exception) -> None:
-    """Give buffers the contents they had when recording began; what had none is lost."""
-    before = {id(origin()): array for origin, array in zip(trace.origins, trace.arrays, strict=True)}
+def restore(error: BaseException) -> None:
+    """Give buffers that hold nodes the contents they had when recording began, since their program failed.
+
+    A buffer made since then gets what it was made of, if that takes numbers alone: zeros, say. Others had no contents,
+    and reading them raises an error that names the first one.
+    """
+    before = {id(origin()): array for origin, array in zip(trace.origins, trace.arrays, strict=False)}
+    live = trace.live()
+    made = {id(buffer): _first(buffer) for buffer in live}
+    fresh = _computed({node for node in made.values() if node is not None})
     for buffer in live:
         array = before.get(id(buffer))
+        node = made[id(buffer)]
         if array is not None and not array.is_deleted() and array.shape == buffer.signature.shape:
             buffer.held = array
         else:
-            buffer.held = Lost(error)
+            buffer.held = fresh.get(node) if node in fresh else Lost(error)  # type: ignore[arg-type]
+
+
+def _first(buffer: Buffer) -> Node | None:
+    """Return what a buffer held before it was written to, if it can be computed by itself."""
+    origin, node = trace.first.get(id(buffer), (None, None))
+    return node if origin is not None and origin() is buffer and node is not None and is_fixed(node) else None
+
+
+def _computed(nodes: set[Node]) -> dict[Node, Any]:
+    """Return the arrays of nodes that are made of numbers alone, or nothing if that fails as well."""
+    wanted = tuple(nodes)
+    if not wanted:
+        return {}
+    try:
+        family = family_of(wanted)
+        program = family.find(frozenset(), NOTHING)
+        found = program.call(*program.inputs([], program.constants(trace), []))
+        return dict(zip(wanted, family.spread(wanted, found), strict=True))
+    except Exception:
+        return {}
+
+
+def is_fixed(node: Node) -> bool:
+    """Return whether a node is computed of numbers and offsets, which a recording keeps."""
+    leaves = [n.call for n in reachable([node]) if isinstance(n.call, Leaf)]
+    return all(leaf.kind in ("number", "offset") for leaf in leaves)

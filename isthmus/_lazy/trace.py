@@ -16,6 +16,7 @@ import torch
 from isthmus import config
 from isthmus._device import generator
 from isthmus._device.buffer import Buffer, Lost, Signature
+from isthmus._device.donation import Rewriting, settled
 from isthmus._graph.nodes import Node, Type, leaf
 from isthmus._runtime.dtypes import to_torch_dtype
 from isthmus._runtime.hosts import LARGEST, NUMBER_DTYPES
@@ -44,6 +45,8 @@ class Trace:
         self.draws: list[Any] = []
         self.generators: list[torch.Generator | None] = []
         self.pending: list[ref[Buffer]] = []
+        # What buffers made in this trace held before they were written to: an optimizer's moments begin as zeros.
+        self.first: dict[int, tuple[ref[Buffer], Node]] = {}
         self.lines: dict[Node, str] = {}
         self.size = self.epoch = 0
         self.limit = config.graph_size
@@ -62,6 +65,8 @@ class Trace:
         at = self.places[id(buffer)] = len(self.arrays)
         if type(held) is Lost:
             raise held.error()
+        if type(held) is Rewriting:
+            held = settled(buffer)
         self.arrays.append(held)
         self.origins.append(ref(buffer))
         key = (at, buffer.signature)
@@ -105,7 +110,9 @@ class Trace:
 
     def hold(self, buffer: Buffer, node: Node) -> None:
         """Make a node the contents of a buffer that exists."""
-        if type(buffer.held) is not Node:
+        if type(buffer.held) is Node:
+            self.first.setdefault(id(buffer), (ref(buffer), buffer.held))
+        else:
             self.pending.append(ref(buffer))
         buffer.held = node
 
@@ -122,6 +129,7 @@ class Trace:
             numbers.clear()
         self.places.clear()
         self.pending.clear()
+        self.first.clear()
         self.lines.clear()
         self.size, self.limit = 0, config.graph_size
         self.epoch += 1

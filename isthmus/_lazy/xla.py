@@ -96,6 +96,7 @@ class XlaProgram:
         state = len(self.packing)
         donated = (*range(state), *[state + at for at in self.donated])
         self.executable = compiler.build(self._compute, self._examples(), donated, _OPTIONS, title="a step")
+        self.call = self.executable.call
         self.lines = None
 
     def _examples(self) -> list[jax.ShapeDtypeStruct]:
@@ -163,12 +164,10 @@ class XlaProgram:
             )
             raise IsthmusError(f"{node.call.op} could not be compiled ({where}): {error}") from error
 
-    def __call__(
-        self, state: list[Array], arrays: list[Array], constants: list[Array], draws: list[Array]
-    ) -> Sequence[Array]:
-        """Run on the state and an array for each of ``arrays``; ``settle`` must be told what it returns."""
+    def inputs(self, arrays: list[Array], constants: list[Array], draws: list[Array]) -> list[Array]:
+        """Return what ``call`` takes after the state; ``settle`` must be told what it returns."""
         words = [np.stack(draws)] if self.draws else []
-        return self.executable.call(*state, *arrays, *constants, *words, self.conditions.before())
+        return [*arrays, *constants, *words, self.conditions.before()]
 
     def unbundled(self) -> XlaProgram:
         """Return the same program with every array of its state on its own."""

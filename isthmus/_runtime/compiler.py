@@ -97,6 +97,15 @@ def build(
     return Executable(private.fast_call(compiled), lowered, compiled, clock.laps)
 
 
+# What XLA calls failures that have nothing to do with the program itself, and so may not happen again.
+_PASSING = ("UNAVAILABLE", "ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "UNKNOWN")
+
+
+def may_pass(error: BaseException) -> bool:
+    """Return whether compiling may succeed the next time, as far as XLA's status code tells."""
+    return isinstance(error, jax.errors.JaxRuntimeError) and str(error).startswith(_PASSING)
+
+
 class Clock:
     """Seconds from one lap to the next, by name."""
 

@@ -3,16 +3,23 @@
 ``torch.empty(2**62, 2, device="jax")`` is refused in torch's words, ``torch.empty(2**53, device="jax")`` with a
 ``torch.OutOfMemoryError``. A program is looked at once, when it is compiled, and the results of a call when it is first
 recorded, so that a trace is not lost by one of its ops.
+
+Sizes that the device could hold may still not fit beside what it holds. XLA says so when a program runs
+(RESOURCE_EXHAUSTED); then ``make_room`` drops what can be made again, the program is run once more, and if that fails
+as well ``exhausted`` is the error: torch's own, with the largest arrays.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import os
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax
 import torch
 from jax.extend.core import jaxprs_in_params
 
@@ -20,6 +27,11 @@ from jax.extend.core import jaxprs_in_params
 # for the wider types in which it computes.
 _OVERFLOW = 2**60
 LARGEST = 2**63 - 1
+# How many kinds of arrays the error names.
+_NAMED = 5
+
+on_pressure: list[Callable[[], Any]] = []
+"""Functions that drop what can be made again; called where a program finds no memory."""
 
 
 @functools.cache
@@ -89,3 +101,36 @@ def _check_within(jaxpr: Any) -> None:
 def _size(variable: Any) -> int:
     aval = variable.aval
     return nbytes(getattr(aval, "shape", ()), getattr(aval, "dtype", None))
+
+
+def is_exhausted(error: BaseException) -> bool:
+    """Return whether XLA found no memory."""
+    return isinstance(error, jax.errors.JaxRuntimeError) and str(error).startswith("RESOURCE_EXHAUSTED")
+
+
+def make_room(error: BaseException, inputs: Sequence[Any]) -> None:
+    """Drop what can be made again, so that the program may be tried once more; raise if its inputs are gone."""
+    if any([isinstance(value, jax.Array) and value.is_deleted() for value in inputs]):
+        raise error
+    for drop in on_pressure:
+        drop()
+    gc.collect()  # tensors in cycles hold arrays that nobody can reach
+
+
+def exhausted(error: BaseException) -> torch.OutOfMemoryError:
+    """Return torch's error for what XLA said, with what the device holds."""
+    from isthmus._runtime.compiler import default_device
+
+    arrays = [array for array in jax.live_arrays() if not array.is_deleted()]
+    kinds = Counter((str(array.dtype), tuple(array.shape)) for array in arrays)
+    sizes = {kind: count * nbytes(kind[1], jax.numpy.dtype(kind[0])) for kind, count in kinds.items()}
+    largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:_NAMED]
+    lines = [f"{kinds[k]} x {k[0]}{list(k[1])}: {sizes[k]} bytes" for k in largest]
+    said = str(error).split("\n")[0]
+    used = (default_device().memory_stats() or {}).get("bytes_in_use", sum(sizes.values()))
+    return torch.OutOfMemoryError(
+        f"device 'jax' is out of memory: {said}\n"
+        f"  in use       {used} of {total()} bytes; {len(arrays)} arrays, the largest:\n"
+        + "".join(f"               {line}\n" for line in lines)
+        + "  to go on     a smaller batch, torch.utils.checkpoint, or del what is not needed"
+    )
