@@ -56,7 +56,9 @@ def staged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     run = programs._Run.stages
     monkeypatch.setattr(
-        programs._Run, "stages", lambda self, stages: (found.append(len(stages)), run(self, stages))[1]
+        programs._Run,
+        "stages",
+        lambda self, stages, commit: (found.append(len(stages)), run(self, stages, commit)),
     )
     return found
 

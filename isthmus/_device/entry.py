@@ -67,16 +67,30 @@ _TENSOR = """
             _inputs.append(_offset_of(_offset))
     else:
         {part} = {other}({name}, _inputs, _number)"""
-_RUN = "_inputs.append(_buffer.held)"
-_RECORD = """_held = _buffer.held
+_TAKE = "_inputs.append(_buffer.held)"
+_TAKE_NODE = """_held = _buffer.held
         _inputs.append(_held if type(_held) is _Node else _array_of(_buffer))"""
+_RECORD = """
+    _plan = _plans.get(_key)
+    if _plan is None:
+        _plan = _new_plan(_key, _inputs, _values)
+    return _plan(_inputs, _values)"""
+_RUN = """
+    try:
+        _plan = _plans.get(_key)
+        if _plan is None:
+            _plan = _new_plan(_key, _inputs, _values)
+        return _plan(_inputs, _values)
+    except Exception as _error:
+        _recover(_error, _inputs, _values)
+    return _again(_run, {passed_on})"""
 
 
 def make_entry(kernel: Kernel) -> Callable[..., Any]:
     """Return the function torch calls for the kernel's op."""
     source = [
         f"    if _mode.lazy and _is_clean():\n        return _recorded({_passed_on(kernel)})",
-        *_body(kernel, _RUN),
+        *_body(kernel, _TAKE, _RUN.format(passed_on=_passed_on(kernel))),
     ]
     scope = {**_scope(kernel), "_plans": kernel.plans, "_new_plan": kernel.new_plan}
     scope |= {
@@ -101,7 +115,7 @@ def _twin(kernel: Kernel, scope: dict[str, Any]) -> Callable[..., Any]:
 
 def make_recording_entry(kernel: Kernel, names: dict[str, Any]) -> Callable[..., Any]:
     """Return the function that records a call; ``names`` say how inputs become nodes."""
-    body = [f"    {line}" for part in _body(kernel, _RECORD) for line in part.split("\n")]
+    body = [f"    {line}" for part in _body(kernel, _TAKE_NODE, _RECORD) for line in part.split("\n")]
     # The mode may have changed while this thread waited for the lock.
     start = f"""    with _lock:
         if not _mode.lazy:
@@ -112,8 +126,8 @@ def make_recording_entry(kernel: Kernel, names: dict[str, Any]) -> Callable[...,
     return _execute([start, *body], kernel, scope)
 
 
-def _body(kernel: Kernel, take: str) -> list[str]:
-    """Return the lines that make a key and inputs of the arguments and run the plan they find."""
+def _body(kernel: Kernel, take: str, run: str) -> list[str]:
+    """Return the lines that make a key and inputs of the arguments and ``run`` the plan they find."""
     arguments, names = kernel.schema.arguments, _names(kernel)
     parts = [f"_part_{n}" for n in range(len(arguments))]
     body = [
@@ -141,14 +155,7 @@ def _body(kernel: Kernel, take: str) -> list[str]:
         *watched,
         f"    _key = ({', '.join([*extras, *keyed])},)",
         f"    _inputs.append(_draw({names.get('generator', 'None')}))" if kernel.random else "",
-        "    try:",
-        "        _plan = _plans.get(_key)",
-        "        if _plan is None:",
-        "            _plan = _new_plan(_key, _inputs, _values)",
-        "        return _plan(_inputs, _values)",
-        "    except Exception as _error:",
-        "        _recover(_error, _inputs, _values)",
-        f"    return _again(_run, {_passed_on(kernel)})",
+        run,
     ]
 
 
