@@ -12,6 +12,7 @@ from isthmus import config, errors
 from isthmus._graph.backends import register_backend
 from isthmus._upstream import DRIFT, not_available
 from isthmus.explain import explain
+from isthmus.modes import begin as _begin
 from isthmus.modes import graph_of, jit, lazy, mode, set_mode, sync
 
 __version__ = "0.1.0.dev0"
@@ -50,7 +51,7 @@ try:
         register()
 except DRIFT as _error:
     raise not_available(_error) from _error
-set_mode(config.current.mode)  # what the environment asks for
+_begin(config.current.mode)  # what the environment asks for
 
 
 _LATER = {

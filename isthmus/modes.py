@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from isthmus import config
@@ -25,8 +26,9 @@ def mode() -> str:
 
 
 def set_mode(name: str) -> None:
-    """Make ops on the device run at once (``"eager"``) or be recorded (``"lazy"``), in every thread.
+    """Make this thread's ops on the device run at once (``"eager"``) or be recorded (``"lazy"``).
 
+    Other threads keep their modes; ``ISTHMUS_MODE`` is the mode that every thread begins with.
     ``isthmus.config.mode = name`` does the same.
     """
     from isthmus._device.mode import current
@@ -48,6 +50,14 @@ def set_mode(name: str) -> None:
 
 
 config.connect("mode", mode, set_mode)
+
+
+def begin(name: str) -> None:
+    """Make a mode that of every thread, until it sets another."""
+    from isthmus._device.mode import current
+
+    set_mode(name)
+    current.default = name == "lazy"
 
 
 @contextlib.contextmanager
@@ -85,7 +95,9 @@ def graph_of(*tensors: Tensor) -> Graph:
 
     held = [buffer_of(tensor).held for tensor in tensors]
     nodes = [value for value in held if type(value) is Node]
-    return replace(Graph.of(nodes), lines=dict(trace.lines))
+    with trace.lock:
+        trace.enter(get_ident())
+        return replace(Graph.of(nodes), lines=dict(trace.lines))
 
 
 def jit(

@@ -59,7 +59,9 @@ class Buffer:
     ``value`` is an array always.
     """
 
-    __slots__ = ("__weakref__", "held", "signature")
+    __slots__ = ("__weakref__", "held", "recorder", "signature")
+    recorder: int
+    """The thread that recorded the node it holds; of no meaning while it holds none."""
 
     def __init__(self, held: Array | Node, signature: Signature) -> None:
         self.held, self.signature = held, signature
@@ -70,7 +72,7 @@ class Buffer:
         if mode.current.capture is not None and not self.signature.traced:
             return mode.current.capture.read(self)
         if type(self.held) is Node:
-            mode.current.materialise()
+            mode.current.materialise(self)
         held = self.held
         if type(held) is donation.Rewriting:
             held = donation.settled(self)

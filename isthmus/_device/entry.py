@@ -27,6 +27,7 @@ import linecache
 import threading
 from collections.abc import Callable
 from operator import attrgetter
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,7 +70,7 @@ _TENSOR = """
         {part} = {other}({name}, _inputs, _number)"""
 _TAKE = "_inputs.append(_buffer.held)"
 _TAKE_NODE = """_held = _buffer.held
-        _inputs.append(_held if type(_held) is _Node else _array_of(_buffer))"""
+        _inputs.append(_held if type(_held) is _Node and not _trace.several else _array_of(_buffer))"""
 _RECORD = """
     _plan = _plans.get(_key)
     if _plan is None:
@@ -89,11 +90,12 @@ _RUN = """
 def make_entry(kernel: Kernel) -> Callable[..., Any]:
     """Return the function torch calls for the kernel's op."""
     source = [
-        f"    if _mode.lazy and _is_clean():\n        return _recorded({_passed_on(kernel)})",
+        f"    if _mode.recording and _here.lazy and _is_clean():\n        return _recorded({_passed_on(kernel)})",
         *_body(kernel, _TAKE, _RUN.format(passed_on=_passed_on(kernel))),
     ]
     scope = {**_scope(kernel), "_plans": kernel.plans, "_new_plan": kernel.new_plan}
     scope |= {
+        "_here": mode.here,
         "_mode": mode.current,
         "_is_clean": private.trace_state_clean,
         "_recorded": _twin(kernel, scope),
@@ -116,13 +118,12 @@ def _twin(kernel: Kernel, scope: dict[str, Any]) -> Callable[..., Any]:
 def make_recording_entry(kernel: Kernel, names: dict[str, Any]) -> Callable[..., Any]:
     """Return the function that records a call; ``names`` say how inputs become nodes."""
     body = [f"    {line}" for part in _body(kernel, _TAKE_NODE, _RECORD) for line in part.split("\n")]
-    # The mode may have changed while this thread waited for the lock.
-    start = f"""    with _lock:
-        if not _mode.lazy:
-            return _run({_passed_on(kernel)})
+    start = """    with _lock:
+        if _trace.owner != _ident():
+            _trace.enter(_ident())
         if _trace.size >= _trace.limit:
             _mode.materialise()"""
-    scope = {**_scope(kernel), "_plans": kernel.recipes, "_mode": mode.current, "_run": kernel.entry, **names}
+    scope = {**_scope(kernel), "_plans": kernel.recipes, "_mode": mode.current, "_ident": get_ident, **names}
     return _execute([start, *body], kernel, scope)
 
 
@@ -338,10 +339,7 @@ def _tensors_part(
         offsets = [tensor.storage_offset() if own else 0 for tensor, own in pairs]
     held = [*map(_HELD, buffers)]
     if array_of is not None:
-        held = [
-            found if type(found) is Node else array_of(buffer)
-            for found, buffer in zip(held, buffers, strict=True)
-        ]
+        held = [*map(array_of, buffers)]
     if any(offsets):
         for found, offset in zip(held, offsets, strict=True):
             inputs += (found, offset_of(offset)) if offset else (found,)

@@ -1,23 +1,62 @@
-"""How ops run: at once, or recorded by ``_lazy``, which sits above the device and hands its recorder in here."""
+"""How ops run: at once, or recorded by ``_lazy``, which sits above the device and hands its recorder in here.
+
+A mode belongs to the thread that set it; a thread that set none has the process's ``default`` (``ISTHMUS_MODE``). While
+a thread records, its backward passes run on it and not on autograd's threads, so that they are recorded with the rest:
+``torch.autograd.set_multithreading_enabled`` is torch's switch for that, and is the thread's own as well.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
+import torch
 
-class Mode:
-    """The mode of the process: backward passes run on threads of torch's own, which must be in it too."""
 
-    __slots__ = ("_capture", "_recorder", "lazy", "materialise", "recording_entry")
+class Here(threading.local):
+    """What this thread does with ops."""
 
     def __init__(self) -> None:
+        self.switch: Any = None  # torch's switch for threads of autograd, turned while this thread records
         self.lazy = False
+        if current.default:
+            current.lazy = True
+
+
+class Mode:
+    """The mode of each thread; entries ask ``recording`` first, which costs less than to ask for the thread's own."""
+
+    __slots__ = ("_capture", "_recorder", "default", "materialise", "recording", "recording_entry")
+
+    def __init__(self) -> None:
+        self.default = False
+        self.recording = False  # whether a thread was ever lazy
         self._capture: Any = None
         self._recorder = 0
-        self.materialise: Callable[[], None] = lambda: None
+        self.materialise: Callable[..., None] = lambda _=None: (
+            None
+        )  # this thread's trace, or that of a buffer
         self.recording_entry: Any = None
+
+    @property
+    def lazy(self) -> bool:
+        """Whether this thread records ops."""
+        return self.recording and here.lazy
+
+    @lazy.setter
+    def lazy(self, value: bool) -> None:
+        if value == here.lazy:
+            return
+        if value:
+            self.recording = True
+            here.switch = torch.autograd.set_multithreading_enabled(
+                False
+            )  # from here on, and until ``__exit__``
+        else:
+            here.switch.__exit__(None, None, None)
+        here.lazy = value
 
     @property
     def capture(self) -> Any:
@@ -30,3 +69,4 @@ class Mode:
 
 
 current = Mode()
+here = Here()

@@ -155,6 +155,12 @@ TABLE: tuple[Patch, ...] = (
         "the code that Dynamo writes around a graph of this backend marks its call for no profiler",
     ),
     Patch(
+        "torch._dynamo.backends.registry",
+        "_COMPILER_FNS",
+        COMPILE,
+        "threads that look this backend up at once each register it, and torch refuses all but the first",
+    ),
+    Patch(
         "torch.autograd.Function",
         "apply",
         CALL,

@@ -16,6 +16,7 @@ from isthmus._dynamo.clusters import Clusters
 from isthmus._dynamo.evaluate import NodeFailure
 from isthmus._dynamo.options import Options, check_mode, parse
 from isthmus._dynamo.private import (
+    allow_registering_again,
     give_attention_shapes,
     keep_optimizer_steps_on_device,
     only_calls_graph,
@@ -32,6 +33,7 @@ _numbers = itertools.count()
 keep_optimizer_steps_on_device()
 give_attention_shapes()
 write_short_calls()
+allow_registering_again()
 
 
 def isthmus(

@@ -191,6 +191,31 @@ def write_short_calls() -> None:
     patches.replace(owner, "make_call_generated_code", lambda theirs: make_call_generated_code)
 
 
+class _Registered(dict[str, Any]):
+    """Dynamo's table of backends, in which this one may be registered again."""
+
+    def __contains__(self, name: object) -> bool:
+        return name != "isthmus" and super().__contains__(name)
+
+
+@functools.cache
+@optional(
+    "the first torch.compile of several threads at once may fail, and works when it is tried again",
+    lambda: None,
+)
+def allow_registering_again() -> None:
+    """Let several threads look this backend up at once.
+
+    Each of them finds that it is not registered, loads it, which takes seconds, and registers it; torch refuses all but
+    the first. The functions they are inside of cannot be replaced any more, but the table that these ask can.
+    """
+    from torch._dynamo.backends import registry
+
+    if not isinstance(registry._COMPILER_FNS, dict):
+        raise TypeError("torch._dynamo.backends.registry keeps its backends otherwise")
+    patches.replace("torch._dynamo.backends.registry", "_COMPILER_FNS", _Registered)
+
+
 def _names_objects(target: Any) -> bool:
     """Return whether what a node calls may ask for one of the objects that Dynamo keeps by number."""
     names = (getattr(target, "namespace", ""), getattr(target, "__name__", str(target)))

@@ -24,6 +24,7 @@ def quick(like: Like, slow: Call) -> Call:
     if not run.pure or makers is None or any(like.moved) or not 0 < count <= _MOST:
         return slow
     scope = {
+        "here": mode.here,
         "mode": mode.current,
         "alike": like.alike,
         "slow": slow,
@@ -46,7 +47,7 @@ def _source(count: int, results: int) -> str:
     made = "".join(f"m{n}(found[{n}]), " for n in range(results))
     return f"""
 def call({args}):
-    if mode.lazy or not alike({args}):
+    if (mode.recording and here.lazy) or not alike({args}):
         return slow({args})
     {buffers}
     if {differs}:

@@ -7,6 +7,7 @@ import inspect
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from threading import get_ident
 from types import MethodType
 from typing import Any
 
@@ -56,6 +57,7 @@ class Jitted:
         if mode.current.capture is not None:
             return self.function(*args, **kwargs)  # inside another: part of its recording
         with trace.lock:
+            trace.enter(get_ident())
             if mode.current.lazy:
                 mode.current.materialise()
             flat, keyed, spec, static = self._flatten(args, kwargs)

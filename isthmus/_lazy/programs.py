@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence, Set
 from functools import partial
 from sys import getrefcount
+from threading import get_ident
 from typing import Any
 
 from isthmus import config
@@ -89,30 +90,41 @@ class Family:
 _families: OrderedDict[tuple[Any, ...], Family] = OrderedDict()
 
 
-def materialise() -> None:
-    """Run everything recorded whose result somebody can still read."""
+def materialise(buffer: Buffer | None = None) -> None:
+    """Run everything this thread has recorded, or the thread that recorded a buffer, whose result can still be read."""
     forks.check()
     with trace.lock:
-        if trace.refusal is not None:
-            raise trace.refusal()
-        if trace.size:
-            counters.count("ops recorded", trace.size)
-        live = trace.live()
-        if not live:
-            trace.reset()
-            return
+        mine = get_ident()
+        trace.enter(mine if buffer is None else buffer.recorder)
         try:
-            settle = _run(live)
-        except Exception as error:
-            restore(error)
-            trace.reset()
-            raise
-        # An interrupt before the program ran leaves the trace as it is, and the next read runs it.
-        if len(TABLE) > _NODES:
-            trace.known.clear()
-            forget_all_but(n for family in _families.values() for n in family.unique)
+            settle = _materialise()
+        finally:
+            trace.enter(mine)
     settle()
     storms.warn()
+
+
+def _materialise() -> Callable[[], None]:
+    """Run the present trace, and return how to check the conditions of its programs."""
+    if trace.refusal is not None:
+        raise trace.refusal()
+    if trace.size:
+        counters.count("ops recorded", trace.size)
+    live = trace.live()
+    if not live:
+        trace.reset()
+        return lambda: None
+    try:
+        settle = _run(live)
+    except Exception as error:
+        restore(error)
+        trace.reset()
+        raise
+    # An interrupt before the program ran leaves the trace as it is, and the next read runs it.
+    if len(TABLE) > _NODES:
+        trace.known.clear()
+        forget_all_but(n for family in _families.values() for n in family.unique)
+    return settle
 
 
 def _run(live: list[Buffer]) -> Callable[[], None]:

@@ -299,6 +299,7 @@ def maker(spec: Spec, calls: list[Call]) -> Callable[[Node], Tensor]:
         if not contiguous:
             tensor = restride(tensor, size, stride)
         buffer = Buffer(chained(calls, found), signature)
+        buffer.recorder = trace.owner
         tensor.untyped_storage()._buffer = buffer  # type: ignore[attr-defined]
         trace.pending.append(ref(buffer))
         return tensor
@@ -319,6 +320,7 @@ def _plain(call: Call, spec: Spec) -> Plan:
             trace.lines.setdefault(found, user_line())
         tensor = empty_tensor(size, dtype)
         buffer = tensor.untyped_storage()._buffer = Buffer(found, signature)  # type: ignore[attr-defined]
+        buffer.recorder = trace.owner
         trace.pending.append(ref(buffer))
         return tensor
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterable, Iterator
+from threading import get_ident
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -97,12 +98,16 @@ class Roots:
     def watching(self) -> Iterator[None]:
         """Note every module that runs and every optimizer that steps inside this block."""
 
+        recorder = get_ident()  # torch's hooks are the process's: other threads train meanwhile
+
         def ran(module: nn.Module, _: Any) -> None:
-            self.ran[id(module)] = module
+            if get_ident() == recorder:
+                self.ran[id(module)] = module
 
         def stepped(optimizer: Optimizer, *_: Any) -> None:
-            self.ran[id(optimizer)] = optimizer
-            _check_counters(optimizer)
+            if get_ident() == recorder:
+                self.ran[id(optimizer)] = optimizer
+                _check_counters(optimizer)
 
         hooks = [
             nn.modules.module.register_module_forward_pre_hook(ran),

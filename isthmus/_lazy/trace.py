@@ -1,4 +1,9 @@
-"""The trace: what has been recorded and not run. One for the process, emptied whenever it runs.
+"""The trace: what has been recorded and not run; one for each thread that records, emptied whenever it runs.
+
+There is one ``trace`` object, which shows the trace of its ``owner``. Whoever uses it holds the lock and calls
+``enter`` first, which parks the trace of another thread; so a trace costs one comparison an op, and threads that record
+at once do not mix their graphs. A buffer knows who recorded its node (``Buffer.recorder``): another thread that needs
+it has that trace run first.
 
 Recording takes the lock for the length of one op, so that a program never runs between the reading of a value and
 the node made of it. What is read from outside becomes a leaf, numbered in the order of its first use.
@@ -6,6 +11,7 @@ the node made of it. What is read from outside becomes a leaf, numbered in the o
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -32,14 +38,21 @@ class Trace:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.arrays: list[Any] = []
-        self.origins: list[ref[Buffer]] = []
-        self.places: dict[int, int] = {}
-        # Nodes of leaves by their place: those of arrays differ from trace to trace, the others never do.
-        self.array_nodes: list[Node] = []
+        self.owner = threading.get_ident()
+        self.parked: dict[int, dict[str, Any]] = {}
+        self.several = False  # whether another thread's trace is parked
+        # Nodes of leaves by their place, which all traces share.
         self.known: dict[tuple[int, Signature], Node] = {}
         self.number_nodes: dict[torch.dtype, list[Node]] = {dtype: [] for dtype in _TYPES}
         self.offset_nodes: list[Node] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        """Start an empty trace."""
+        self.arrays: list[Any] = []
+        self.origins: list[ref[Buffer]] = []
+        self.places: dict[int, int] = {}
+        self.array_nodes: list[Node] = []
         self.numbers: dict[torch.dtype, list[Any]] = {dtype: [] for dtype in _TYPES}
         self.offsets: list[int] = []
         self.draws: list[Any] = []
@@ -48,16 +61,32 @@ class Trace:
         # What buffers made in this trace held before they were written to: an optimizer's moments begin as zeros.
         self.first: dict[int, tuple[ref[Buffer], Node]] = {}
         self.lines: dict[Node, str] = {}
-        self.size = self.epoch = 0
+        self.size, self.epoch = 0, next(_epochs)
         self.limit = config.graph_size
         # While a function is captured nothing may run: this makes the error that says so.
         self.refusal: Callable[[], Exception] | None = None
+
+    def enter(self, thread: int) -> None:
+        """Show the trace of this thread; needs the lock."""
+        if thread == self.owner:
+            return
+        if self.pending or self.arrays or self.refusal is not None:
+            self.parked[self.owner] = {name: vars(self)[name] for name in _OF_A_THREAD}
+        self.owner = thread
+        parked = self.parked.pop(thread, None)
+        if parked is None:
+            self._begin()
+        else:
+            vars(self).update(parked)
+        self.several = bool(self.parked)
 
     def array(self, buffer: Buffer) -> Node:
         """Return the leaf of a buffer whose contents are an array, or what it holds already."""
         held = buffer.held
         if type(held) is Node:
-            return held
+            if not self.several or buffer.recorder == self.owner:
+                return held
+            held = buffer.value  # runs the trace of the thread that recorded it
         at = self.places.get(id(buffer))
         # A buffer that died may have left its address to another, but not its array.
         if at is not None and self.arrays[at] is held:
@@ -110,6 +139,7 @@ class Trace:
 
     def hold(self, buffer: Buffer, node: Node) -> None:
         """Make a node the contents of a buffer that exists."""
+        buffer.recorder = self.owner
         if type(buffer.held) is Node:
             self.first.setdefault(id(buffer), (ref(buffer), buffer.held))
         else:
@@ -132,7 +162,13 @@ class Trace:
         self.first.clear()
         self.lines.clear()
         self.size, self.limit = 0, config.graph_size
-        self.epoch += 1
+        self.epoch = next(_epochs)
 
 
+# What differs from thread to thread.
+_OF_A_THREAD = (
+    "arrays", "origins", "places", "array_nodes", "numbers", "offsets", "draws", "generators", "pending", "first",
+    "lines", "size", "epoch", "limit", "refusal",
+)  # fmt: skip
+_epochs = itertools.count()
 trace = Trace()
