@@ -50,17 +50,18 @@ def described(value):
 def attributes():
     """Return a description of every function, method and property of torch's modules and classes, by its name."""
     found, classes = {}, {}
+    code = (*CODE, sys.modules["torch._C"]._ImperativeEngine)
     for name, module in sorted(sys.modules.items()):
         if module is None or name.split(".")[0] != "torch":
             continue
         for attribute, value in list(vars(module).items()):
             if isinstance(value, type) and str(value.__module__).split(".")[0] == "torch":
                 classes[f"{value.__module__}.{value.__qualname__}"] = value
-            elif isinstance(value, CODE):
+            elif isinstance(value, code):
                 found[f"{module.__name__}.{attribute}"] = described(value)
     for name, value in classes.items():
         for attribute, member in list(vars(value).items()):
-            if isinstance(member, CODE):
+            if isinstance(member, code):
                 found[f"{name}.{attribute}"] = described(member)
     return found
 

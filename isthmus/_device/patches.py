@@ -115,6 +115,12 @@ TABLE: tuple[Patch, ...] = (
         for name in _SHARED
     ),
     Patch(
+        "torch.autograd.variable.Variable",
+        "_execution_engine",
+        TENSOR,
+        "an exception in a hook must be taken from torch while it unwinds, or the process ends; this raises it again",
+    ),
+    Patch(
         "torch.Tensor",
         "data_ptr",
         TENSOR,

@@ -125,6 +125,28 @@ def in_backward() -> bool:
     return torch._C._current_autograd_node() is not None
 
 
+def carry(key: str, value: Any) -> None:
+    """Give this thread a value that torch carries along to the threads that work for it, as in backward.
+
+    None removes it: a thread must not end with one, as torch would free it then, and wait for the GIL while it does.
+    """
+    if value is not None:
+        torch._C._stash_obj_in_tls(key, value)
+    else:
+        torch._C._remove_obj_from_tls(key)
+
+
+def carried(key: str) -> Any:
+    """Return the value that ``carry`` gave this thread or the one it works for, or None."""
+    return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
+
+
+@optional("signals are taken to interrupt autograd's threads", lambda: True)
+def runs_backward_here() -> bool:
+    """Return whether the thread that calls backward runs it, rather than a thread of autograd's."""
+    return not torch._C._is_multithreading_enabled()
+
+
 def below_autograd() -> Any:
     """Return a guard under which a call goes straight to the backend."""
     return torch._C._AutoDispatchBelowAutograd()

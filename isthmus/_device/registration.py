@@ -29,8 +29,9 @@ def register() -> None:
         _state["with torch"] = getattr(torch.__spec__, "_initializing", False)
         from isthmus._device import autocast, module, objects, scripted
 
+        _state["guard"] = _Guard()
         _setup_privateuseone_for_python_backend(
-            "jax", backend_module=module, hook=_Hooks(), device_guard=_Guard()
+            "jax", backend_module=module, hook=_Hooks(), device_guard=_state["guard"]
         )
         _state["library"] = library = torch.library.Library("_", "IMPL")
         library.fallback(_load_then_call, "PrivateUse1")
@@ -64,9 +65,14 @@ class _Hooks(torch._C._acc.PrivateUse1Hooks):
         return True
 
 
+_TYPE = torch._C._autograd.DeviceType.PrivateUse1
+
+
 class _Guard(torch._C._acc.DeviceGuard):
-    def type_(self) -> Any:
-        return torch._C._autograd.DeviceType.PrivateUse1
+    """What C++ asks for the device's type, once per recorded op and several times per op of backward."""
+
+    def type_(self) -> Any:  # until ``engine_errors`` knows better
+        return _TYPE
 
 
 def _check_first() -> None:
@@ -94,10 +100,11 @@ def load() -> None:
     with _lock:
         before = set(sys.modules)
         try:
-            from isthmus._device import autocast, kernels, objects, private, processes, scripted  # noqa: F401
+            from isthmus._device import autocast, engine_errors, kernels, objects, processes, scripted  # noqa: F401
             from isthmus._runtime import forks
 
             forks.watch()
+            engine_errors.install(_state["guard"], _TYPE)
             processes.install()
             objects.install()
             scripted.install_saving()

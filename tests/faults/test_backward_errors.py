@@ -1,0 +1,69 @@
+"""An exception in Python during backward arrives where it does on the CPU, as the same object, and ends no process.
+
+What may end a process runs in others: one for all places and exceptions (places.py), one per situation (situations.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults import situations
+from tests.faults.places import EXCEPTIONS, PLACES
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def python(*arguments: str) -> str:
+    """Run a module of this folder and return what it printed."""
+    ran = subprocess.run(
+        [sys.executable, "-m", *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    # A negative number is the signal that ended it: -6 is SIGABRT.
+    assert ran.returncode == 0, f"exit status {ran.returncode}\n{ran.stdout[-500:]}\n{ran.stderr[-3000:]}"
+    return ran.stdout
+
+
+@pytest.fixture(scope="module")
+def records() -> dict[tuple[str, str, bool], list[dict[str, Any]]]:
+    """Return what happened on the CPU and on "jax", by place, exception and threading of autograd."""
+    lines = [json.loads(line) for line in python("tests.faults.places").splitlines()]
+    return {(place, what, own): pair for place, what, own, *pair in lines}
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["a thread of autograd's", "the caller's thread"])
+@pytest.mark.parametrize("place", PLACES)
+def test_an_exception_is_what_it_is_on_the_cpu(records: Any, place: str, own: bool) -> None:
+    for what in EXCEPTIONS:
+        cpu, jax = records[place, what, own]
+        assert cpu["raised"] is not None, what
+        assert any(cpu["same object"]), what
+        assert all(cpu["freed"]), what
+        assert jax == cpu, what
+
+
+def test_every_place_was_visited(records: Any) -> None:
+    assert len(records) == len(PLACES) * len(EXCEPTIONS) * 2
+    assert len(PLACES) >= 18
+    assert len(EXCEPTIONS) >= 12
+
+
+@pytest.mark.parametrize("situation", ["threads", "storm", "modes", "switched_off"])
+def test_the_process_goes_on(situation: str) -> None:
+    assert callable(getattr(situations, situation))
+    python("tests.faults.situations", situation)
+
+
+def test_the_process_goes_on_with_signals_tracers_and_handlers() -> None:
+    python("tests.faults.situations", "signals_in_hooks", "tracing", "handling")
