@@ -60,7 +60,7 @@ def strict_fallback():
     isthmus.config.fallback = before
     isthmus.config.check_indices = "auto"
     if next(_tests) % 20 == 0 and maps.crowded():
-        _drop_programs()
+        drop_programs()
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def limit(strict_fallback, request):
     return request.config.getoption("--samples")
 
 
-def _drop_programs() -> None:
+def drop_programs() -> None:
     """Forget every compiled program that can be compiled again."""
     import jax
 

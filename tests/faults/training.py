@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -69,7 +70,8 @@ class Training:
     def take_over(self, other: Training) -> None:
         """Have the state of another run."""
         self.model.load_state_dict({k: v.cpu() for k, v in other.model.state_dict().items()})
-        self.optimizer.load_state_dict(other.optimizer.state_dict())
+        # torch would share the tensors of the other run.
+        self.optimizer.load_state_dict(copy.deepcopy(other.optimizer.state_dict()))
         for group in self.optimizer.param_groups:
             group["capturable"] = self.device == "jax"
         self.done = other.done
