@@ -241,8 +241,9 @@ def _take_over(guarding: Guarding) -> None:
     """Take the place of the engine that torch enters for every backward pass; a second call does nothing."""
     if not callable(getattr(patches.found(_OWNER), _NAME).run_backward):
         raise TypeError(f"{_OWNER}.{_NAME}.run_backward cannot be called")
-    private.carry(_KEY, guarding)
-    if private.carried(_KEY) is not guarding:
+    errors: list[BaseException] = []
+    private.carry(_KEY, errors)
+    if private.carried(_KEY) is not errors:
         raise TypeError("torch does not keep an object in its thread-local state")
     private.carry(_KEY, None)
     patches.replace(_OWNER, _NAME, functools.partial(_engine, guarding))
