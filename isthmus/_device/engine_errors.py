@@ -161,8 +161,8 @@ class Signals:
     """Signals of the main thread while it runs a pass: those that arrive while C++ is running are handled afterwards.
 
     Their handlers are Python's and may raise. In a hook they do so at once. Where C++ cannot stand an exception, Python
-    calls them with a frame of this module, or of ``private`` as it calls that: the last Python code that ran is the call
-    of the engine.
+    calls them with a frame of this module, or of ``private`` as it calls that: the last Python code that ran is the
+    call of the engine.
     """
 
     # Ctrl-C first. While a thread of autograd's runs the pass, C++ calls the guard on the main thread for microseconds
