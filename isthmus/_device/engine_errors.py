@@ -39,7 +39,6 @@ from isthmus._upstream import optional
 _OWNER, _NAME = "torch.autograd.variable.Variable", "_execution_engine"
 _KEY = "isthmus: errors of this backward"
 
-
 _pending = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyErr_Occurred", ctypes.pythonapi))
 """Raises a pending error, as every function of ``ctypes.PyDLL`` raises what is pending when it returns."""
 
@@ -133,8 +132,11 @@ class Guarding:
         with self.lock:
             self.passes += 1
             self.attributes["type_"] = self.taking
+        ended = False
         try:
-            return theirs(*args, **kwargs)
+            result = theirs(*args, **kwargs)
+            ended = True
+            return result
         except SystemError:
             # What Python makes of a function that fails without an error: "returned NULL without setting an exception".
             if not errors:
@@ -142,7 +144,8 @@ class Guarding:
         finally:
             with self.lock:
                 self.passes -= 1
-                if not self.passes:
+                # Where a pass failed on one thread, another may still run one of its hooks, which may raise, too.
+                if ended and not self.passes:
                     self.attributes["type_"] = self.quick
             private.carry(_KEY, around)
         error = errors[-1]
