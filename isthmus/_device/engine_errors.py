@@ -39,7 +39,6 @@ from isthmus._upstream import optional
 _OWNER, _NAME = "torch.autograd.variable.Variable", "_execution_engine"
 _KEY = "isthmus: errors of this backward"
 
-
 _pending = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyErr_Occurred", ctypes.pythonapi))
 """Raises a pending error, as every function of ``ctypes.PyDLL`` raises what is pending when it returns."""
 
@@ -133,8 +132,11 @@ class Guarding:
         with self.lock:
             self.passes += 1
             self.attributes["type_"] = self.taking
+        ended = False
         try:
-            return theirs(*args, **kwargs)
+            result = theirs(*args, **kwargs)
+            ended = True
+            return result
         except SystemError:
             # What Python makes of a function that fails without an error: "returned NULL without setting an exception".
             if not errors:
@@ -142,7 +144,8 @@ class Guarding:
         finally:
             with self.lock:
                 self.passes -= 1
-                if not self.passes:
+                # Where a pass failed on one thread, another may still run one of its hooks, which may raise, too.
+                if ended and not self.passes:
                     self.attributes["type_"] = self.quick
             private.carry(_KEY, around)
         error = errors[-1]
@@ -161,8 +164,8 @@ class Signals:
     """Signals of the main thread while it runs a pass: those that arrive while C++ is running are handled afterwards.
 
     Their handlers are Python's and may raise. In a hook they do so at once. Where C++ cannot stand an exception, Python
-    calls them with a frame of this module, or of ``private`` as it calls that: the last Python code that ran is the call
-    of the engine.
+    calls them with a frame of this module, or of ``private`` as it calls that: the last Python code that ran is the
+    call of the engine.
     """
 
     # Ctrl-C first. While a thread of autograd's runs the pass, C++ calls the guard on the main thread for microseconds
@@ -241,8 +244,9 @@ def _take_over(guarding: Guarding) -> None:
     """Take the place of the engine that torch enters for every backward pass; a second call does nothing."""
     if not callable(getattr(patches.found(_OWNER), _NAME).run_backward):
         raise TypeError(f"{_OWNER}.{_NAME}.run_backward cannot be called")
-    private.carry(_KEY, guarding)
-    if private.carried(_KEY) is not guarding:
+    errors: list[BaseException] = []
+    private.carry(_KEY, errors)
+    if private.carried(_KEY) is not errors:
         raise TypeError("torch does not keep an object in its thread-local state")
     private.carry(_KEY, None)
     patches.replace(_OWNER, _NAME, functools.partial(_engine, guarding))

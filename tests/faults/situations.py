@@ -123,7 +123,7 @@ def signals_in_hooks() -> None:
     assert signal.getsignal(signal.SIGINT) is handler
 
 
-def storm(seconds: float = 1.5) -> None:
+def storm(seconds: float = 1.0) -> None:
     """Signals at any moment of a pass, with and without exceptions of hooks: each ends in one or the other."""
     inside = done = False
 

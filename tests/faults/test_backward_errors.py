@@ -59,11 +59,16 @@ def test_every_place_was_visited(records: Any) -> None:
     assert len(EXCEPTIONS) >= 12
 
 
-@pytest.mark.parametrize("situation", ["threads", "storm", "modes", "switched_off"])
-def test_the_process_goes_on(situation: str) -> None:
-    assert callable(getattr(situations, situation))
-    python("tests.faults.situations", situation)
+# Those of one process run one after the other; ``switched_off`` must come before the first tensor.
+PROCESSES = [["threads", "tracing", "handling", "signals_in_hooks", "storm"], ["modes"], ["switched_off"]]
 
 
-def test_the_process_goes_on_with_signals_tracers_and_handlers() -> None:
-    python("tests.faults.situations", "signals_in_hooks", "tracing", "handling")
+@pytest.mark.parametrize("names", PROCESSES, ids=" ".join)
+def test_the_process_goes_on(names: list[str]) -> None:
+    assert all(callable(getattr(situations, name)) for name in names)
+    python("tests.faults.situations", *names)
+
+
+@pytest.mark.slow
+def test_a_long_storm_of_signals() -> None:
+    python("tests.faults.situations", *["storm"] * 10)
