@@ -81,6 +81,22 @@ def fast_call(compiled: jax.stages.Compiled) -> Callable[..., Any]:
     return call
 
 
+@optional("exported programs name the files they were made from", otherwise=lambda bytecode: bytecode)
+def without_locations(bytecode: bytes) -> bytes:
+    """Return a portable artifact of StableHLO without the places in Python code that its operations came from."""
+    from jax.extend import mlir
+    from jax.extend.mlir import ir, passmanager
+
+    # b"ML\xefR\rStableHLO_v1.15.0\x00...": the version that JAX chose, with four weeks for readers to follow.
+    version = bytecode[: bytecode.index(b"\0")].partition(b"_v")[2].decode()
+    with ir.Context() as context:
+        module = mlir.deserialize_portable_artifact(bytecode, context)
+        # JAX lets Shardy's operations stand beside StableHLO's where the backend understands them.
+        mixed = mlir.serialize_portable_artifact(module, version, True) == bytecode
+        passmanager.PassManager.parse("builtin.module(strip-debuginfo)").run(module.operation)
+        return bytes(mlir.serialize_portable_artifact(module, version, mixed))
+
+
 def is_traced(values: Sequence[Any]) -> bool:
     """Return whether any of ``values`` is a JAX tracer."""
     return any(isinstance(value, jax.core.Tracer) for value in values)
