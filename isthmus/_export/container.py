@@ -33,6 +33,7 @@ from jax import export
 
 from isthmus._export import loader
 from isthmus._runtime import files
+from isthmus._runtime.private import entry_type, entry_type_if_known
 from isthmus.errors import DamagedFile, ExportError
 
 FORMAT = 2
@@ -130,10 +131,13 @@ def _read(path: Path) -> loader.Program:
     except _MALFORMED as error:
         raise DamagedFile(path, _WEIGHTS, _reason(error), _REMEDY) from error
     try:
-        return loader.Program(spec, bytecode, weights)
-    except jax.errors.JaxRuntimeError:
+        _check_names(spec)
+        program = loader.Program(spec, bytecode, weights)
+        _check_types(program)
+        return program
+    except (OSError, MemoryError, jax.errors.JaxRuntimeError):
         raise  # such as a device without memory
-    except _MALFORMED as error:
+    except Exception as error:  # MLIR's are of no common type
         raise DamagedFile(path, _SIGNATURE, _reason(error), _REMEDY) from error
 
 
@@ -186,6 +190,30 @@ def _arrays(data: bytes, leaves: dict[str, Any]) -> dict[str, np.ndarray[Any, An
     if at != len(data):
         raise ValueError(f"it has {len(data) - at} bytes too many")
     return found
+
+
+def _check_names(spec: dict[str, Any]) -> None:
+    """Refuse a signature whose lists do not fit each other."""
+    weights, tied, conditions = spec["weights"], spec["tied"], spec["conditions"]
+    if spec["kinds"].keys() != weights.keys() | tied.keys() or not set(tied.values()) <= weights.keys():
+        raise ValueError(
+            f"kinds has {sorted(spec['kinds'])}, and the weights are {sorted({**weights, **tied})}"
+        )
+    if spec["results"]["tuple"][2]["shape"] != [len(conditions)]:
+        raise ValueError(f"the program has not {len(conditions)} conditions")
+    for error, message in conditions:
+        if not isinstance(error, str) or not isinstance(message, str):
+            raise ValueError(f"a condition is {error!r}, {message!r}")
+
+
+def _check_types(program: loader.Program) -> None:
+    """Refuse a signature that tells other shapes or dtypes than the code: JAX would convert, or fail in MLIR."""
+    exported = program.exported
+    if program.spec["convention"] != exported.calling_convention_version:
+        return  # of an older JAX, which passed arguments otherwise
+    told = entry_type_if_known(program.stub.mlir_module_serialized)
+    if told is not None and told != (real := entry_type(exported.mlir_module_serialized)):
+        raise ValueError(f"it says that the program is {told}, and the program is {real}")
 
 
 def _check_archive(path: Path, file: str) -> None:

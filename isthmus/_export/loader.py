@@ -43,12 +43,12 @@ class Program:
         self.spec, scope = spec, export.SymbolicScope(spec["constraints"])
         trees = {"dict": spec["weights"]}, {"dict": spec["inputs"]}, spec["results"]
         *leaves, results = (plain(tree, scope) for tree in trees)
-        stub = jax.custom_vjp(lambda weights, inputs: jax.tree.map(jax.numpy.zeros_like, results))
-        stub.defvjp(stub, stub)  # no such rule: to ask for a gradient is an error, and not zeros
+        zeros = jax.custom_vjp(lambda weights, inputs: jax.tree.map(jax.numpy.zeros_like, results))
+        zeros.defvjp(zeros, zeros)  # no such rule: to ask for a gradient is an error, and not zeros
         with jax.enable_x64(True):  # JAX makes a program of this signature, which is then given the bytecode
-            made = export.export(jax.jit(stub, keep_unused=True), platforms=spec["platforms"])(*leaves)
+            made = export.export(jax.jit(zeros, keep_unused=True), platforms=spec["platforms"])(*leaves)
             self.exported = dataclasses.replace(made, mlir_module_serialized=bytecode, fun_name=spec["name"])
-            self.inputs, self.weights = leaves[1], jax.device_put(weights)
+            self.stub, self.inputs, self.weights = made, leaves[1], jax.device_put(weights)
             self.run = jax.jit(self.exported.call)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

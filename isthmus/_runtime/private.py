@@ -97,6 +97,25 @@ def without_locations(bytecode: bytes) -> bytes:
         return bytes(mlir.serialize_portable_artifact(module, version, mixed))
 
 
+def entry_type(bytecode: bytes) -> str:
+    """Return the type of the function that a portable artifact of StableHLO starts with, as text."""
+    from jax.extend import mlir
+    from jax.extend.mlir import ir
+
+    with ir.Context() as context:
+        module = mlir.deserialize_portable_artifact(bytecode, context)
+        functions = [op for op in module.body.operations if "function_type" in op.attributes]
+        return next(str(op.attributes["function_type"]) for op in functions if op.name.value == "main")
+
+
+@optional(
+    "a signature that does not fit its exported program may be found late", otherwise=lambda bytecode: None
+)
+def entry_type_if_known(bytecode: bytes) -> str | None:
+    """Return the same for what this JAX itself has just exported."""
+    return entry_type(bytecode)
+
+
 def is_traced(values: Sequence[Any]) -> bool:
     """Return whether any of ``values`` is a JAX tracer."""
     return any(isinstance(value, jax.core.Tracer) for value in values)
