@@ -74,12 +74,8 @@ def read(path: str | Path, *, executables: bool = False) -> loader.Program:
     if not whole:
         raise ExportError(f"isthmus.load: {path} is no program that isthmus.export wrote, or it is damaged")
     try:
-        program = container.read(path)
-        if executables:
-            for each in program.spec["executables"]:  # before any is unpickled
-                container.part(path, program.spec, each["file"])
-            attach(program, path)
-        return program
+        program = container.read(path, executables=executables)
+        return attach(program, path) if executables else program
     except OSError as error:
         raise ExportError(f"isthmus.load: {path} cannot be read: {error}") from error
 

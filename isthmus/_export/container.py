@@ -34,7 +34,7 @@ from jax import export
 from isthmus._export import loader
 from isthmus._runtime import files
 from isthmus._runtime.private import entry_type, entry_type_if_known
-from isthmus.errors import DamagedFile, ExportError
+from isthmus.errors import DamagedFile, ExportError, IsthmusError
 
 FORMAT = 2
 SUFFIX = ".isthmus"
@@ -79,60 +79,18 @@ def save(
                 left.unlink(missing_ok=True)
 
 
-def read(path: Path) -> loader.Program:
-    """Return the program at a path, if it is as it was written."""
-    for last in (False, False, True):
-        before = _version(path)
-        try:
-            return _read(path)
-        except (DamagedFile, FileNotFoundError):
-            if last or _version(path) == before:
-                raise  # else another process replaced it meanwhile
-    raise AssertionError  # the last try returns or raises
-
-
-def part(path: Path, spec: Any, name: str) -> bytes:
-    """Return the content of one part, if it is as it was written."""
+def read(path: Path, *, executables: bool = False) -> loader.Program:
+    """Return the program at a path, if it is as it was written: with ``executables``, those included."""
+    # In a folder, the signature is what is replaced last.
+    version = path / _SIGNATURE if path.is_dir() else path
+    spec, contents = files.steadily(lambda: _contents(path, executables), lambda: files.identity(version))
     try:
-        file, digest = spec["parts"][name] if spec else (name, "")
-        if not isinstance(file, str) or not isinstance(digest, str) or PurePath(file).name != file:
-            raise ValueError(f"{file!r} is no name of a file beside {_SIGNATURE}")
-        if path.is_dir():
-            if not stat.S_ISREG((path / file).lstat().st_mode):
-                raise ValueError(f"{file} is a link or no file")
-        else:
-            _check_archive(path, file)
-        return loader.read(path, name, spec)
-    except FileNotFoundError as error:
-        raise DamagedFile(path, name, "it is not there", _REMEDY) from error
-    except OSError:
-        raise  # no fault of the file's
-    except Exception as error:  # zipfile raises a dozen types for files that are none
-        raise DamagedFile(path, name, _reason(error), _REMEDY) from error
-
-
-def _read(path: Path) -> loader.Program:
-    text = part(path, None, _SIGNATURE)
-    try:
-        spec = json.loads(b"{" + text, object_pairs_hook=_unique)
-        known = spec["format"] == FORMAT
-        known = known and spec["convention"] <= export.maximum_supported_calling_convention_version
-        writer = f"isthmus {spec['isthmus']} and jax {spec['jax']}"
-    except _MALFORMED as error:
-        raise DamagedFile(path, _SIGNATURE, _reason(error), _REMEDY) from error
-    if not known:
-        raise ExportError(
-            f"isthmus.load: {path} is too new: {writer} wrote it\n"
-            f"  to go on     update isthmus and jax, or export the model again"
-        )
-    data, bytecode = part(path, spec, _WEIGHTS), part(path, spec, _PROGRAM)
-    try:
-        weights = _arrays(data, spec["weights"])
+        weights = _arrays(contents[_WEIGHTS], spec["weights"])
     except _MALFORMED as error:
         raise DamagedFile(path, _WEIGHTS, _reason(error), _REMEDY) from error
     try:
         _check_names(spec)
-        program = loader.Program(spec, bytecode, weights)
+        program = loader.Program(spec, contents[_PROGRAM], weights)
         _check_types(program)
         return program
     except (OSError, MemoryError, jax.errors.JaxRuntimeError):
@@ -141,10 +99,107 @@ def _read(path: Path) -> loader.Program:
         raise DamagedFile(path, _SIGNATURE, _reason(error), _REMEDY) from error
 
 
+def signature(path: Path) -> dict[str, Any]:
+    """Return the signature of the program at a path, if it is as it was written."""
+    with _Stored(path) as stored:
+        return stored.signature()
+
+
+def _contents(path: Path, executables: bool) -> tuple[dict[str, Any], dict[str, bytes]]:
+    with _Stored(path) as stored:
+        spec = stored.signature()
+        more = [each["file"] for each in spec["executables"]] if executables else []
+        return spec, {name: stored.part(name, spec) for name in (_WEIGHTS, _PROGRAM, *more)}
+
+
+class _Stored:
+    """The files of a folder or of an archive, which is opened once: another may take its place meanwhile."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.archive: zipfile.ZipFile | None = None
+        if not path.is_dir():
+            try:
+                self.archive = zipfile.ZipFile(path)
+            except OSError:
+                raise
+            except Exception as error:  # zipfile raises a dozen types for files that are none
+                raise DamagedFile(path, "the archive", _reason(error), _REMEDY) from error
+
+    def __enter__(self) -> _Stored:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.archive is not None:
+            self.archive.close()
+
+    def signature(self) -> dict[str, Any]:
+        """Return the signature, whose first line is the checksum of the others."""
+        data = self._read(_SIGNATURE, _SIGNATURE)
+        first, _, rest = data.partition(b"\n")
+        try:
+            if first + b"\n" != _seal(rest):
+                raise ValueError("its checksum is wrong, or an older Isthmus wrote it, without one")
+            spec = json.loads(b"{" + rest, object_pairs_hook=_unique)
+            known = spec["format"] == FORMAT
+            known = known and spec["convention"] <= export.maximum_supported_calling_convention_version
+            writer = f"isthmus {spec['isthmus']} and jax {spec['jax']}"
+        except _MALFORMED as error:
+            raise DamagedFile(self.path, _SIGNATURE, _reason(error), _REMEDY) from error
+        if not known:
+            raise ExportError(
+                f"isthmus.load: {self.path} is too new: {writer} wrote it\n"
+                f"  to go on     update isthmus and jax, or export the model again"
+            )
+        return dict(spec)
+
+    def part(self, name: str, spec: dict[str, Any]) -> bytes:
+        """Return the content of a part that the signature names."""
+        try:
+            file, digest = spec["parts"][name]
+            if not isinstance(file, str) or PurePath(file).name != file:
+                raise ValueError(f"{file!r} is no name of a file beside {_SIGNATURE}")
+        except _MALFORMED as error:
+            raise DamagedFile(self.path, name, _reason(error), _REMEDY) from error
+        data = self._read(name, file)
+        if hashlib.sha256(data).hexdigest() != digest:
+            raise DamagedFile(self.path, name, "its checksum is wrong", _REMEDY)
+        return data
+
+    def _read(self, name: str, file: str) -> bytes:
+        try:
+            return self._of_folder(file) if self.archive is None else self._of_archive(self.archive, file)
+        except FileNotFoundError as error:
+            raise DamagedFile(self.path, name, "it is not there", _REMEDY) from error
+        except OSError:
+            raise  # no fault of the file's
+        except Exception as error:
+            raise DamagedFile(self.path, name, _reason(error), _REMEDY) from error
+
+    def _of_folder(self, file: str) -> bytes:
+        if not stat.S_ISREG((self.path / file).lstat().st_mode):
+            raise ValueError(f"{file} is a link, or no file")
+        return (self.path / file).read_bytes()
+
+    def _of_archive(self, archive: zipfile.ZipFile, file: str) -> bytes:
+        same = [info for info in archive.infolist() if info.filename == file]
+        if len(same) != 1:
+            raise ValueError(f"{file} is there {len(same)} times" if same else f"{file} is not there")
+        if same[0].file_size > self.path.stat().st_size:
+            raise ValueError(
+                f"{file} says that it has {same[0].file_size} bytes, and the whole archive has fewer"
+            )
+        return archive.read(same[0])
+
+
 def _sealed(spec: Mapping[str, Any]) -> bytes:
     """Return a signature as JSON, with the checksum of all other lines in the first."""
     rest = json.dumps(spec, indent=1).removeprefix("{\n").encode()
-    return b'{"sha256": "%s",\n' % hashlib.sha256(rest).hexdigest().encode() + rest
+    return _seal(rest) + rest
+
+
+def _seal(rest: bytes) -> bytes:
+    return b'{"sha256": "%s",\n' % hashlib.sha256(rest).hexdigest().encode()
 
 
 def _placed(leaves: Mapping[str, Any], data: bytes) -> dict[str, Any]:
@@ -216,27 +271,14 @@ def _check_types(program: loader.Program) -> None:
         raise ValueError(f"it says that the program is {told}, and the program is {real}")
 
 
-def _check_archive(path: Path, file: str) -> None:
-    """Refuse an archive with two files of one name, or one that says it is larger than the archive."""
-    with zipfile.ZipFile(path) as archive:
-        same = [info for info in archive.infolist() if info.filename == file]
-    if len(same) != 1:
-        raise ValueError(f"{file} is there {len(same)} times" if same else f"{file} is not there")
-    if same[0].file_size > path.stat().st_size:
-        raise ValueError(
-            f"{file} says that it has {same[0].file_size} bytes, which is more than the archive has"
-        )
-
-
 def _taken(folder: Path) -> dict[str, str]:
     """Return the files that the program in a folder consists of, with their checksums."""
     if not (folder / _SIGNATURE).exists():
         return {}
     try:
-        spec = json.loads(b"{" + part(folder, None, _SIGNATURE))
-        return dict(spec["parts"].values())
-    except (DamagedFile, OSError, *_MALFORMED):
-        # One without checksums, or damaged: other programs may still read it by the usual names.
+        return dict(signature(folder)["parts"].values())
+    except (IsthmusError, OSError, *_MALFORMED):
+        # One without checksums, of a newer Isthmus, or damaged: others may still read it by the usual names.
         return {_PROGRAM: "", _WEIGHTS: ""}
 
 
@@ -246,15 +288,6 @@ def _free(name: str, digest: str, taken: Mapping[str, str]) -> str:
         return name
     stem, dot, suffix = name.partition(".")
     return f"{stem}-{digest[:8]}{dot}{suffix}"
-
-
-def _version(path: Path) -> Any:
-    """Return what changes when a program is replaced."""
-    try:
-        found = (path / _SIGNATURE if path.is_dir() else path).stat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ Linux exchanges two folders in one system call. Elsewhere two renames do, and a 
 old folder in its staging folder: ``whole`` finds it there for a reader, and the next ``staging`` puts it back.
 
 Temporary names start with ``.isthmus-`` and a hash of the name they are for. Their writer holds a lock (flock) on them,
-so those whose lock is free were left by a process that died, and the next writer of the same place removes them.
+so those whose lock is free were left by a process that died, and the next writer in the same folder removes them.
 """
 
 from __future__ import annotations
@@ -32,18 +32,21 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
+
+from isthmus.errors import IsthmusError
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
+T = TypeVar("T")
 _PREFIX, _SUFFIX = ".isthmus-", ".tmp"
-_REPLACED = "replaced"
-"""The name of the old folder in a staging folder, between the two renames."""
+_REPLACED, _NAME = "replaced", "name"
+"""In a staging folder: the old folder, between the two renames, and a file with the name it had."""
 _A_DAY = 86_400.0
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
@@ -62,7 +65,7 @@ def replacing(
         with open(target, "wb") as special:
             yield special
         return
-    remove_abandoned(target.parent, target.name)
+    remove_abandoned(target.parent)
     handle, name = _new_file(target, mode)
     try:
         with io.BufferedWriter(io.FileIO(handle, "wb")) as file:  # type: ignore[type-var]
@@ -93,13 +96,14 @@ def write(path: str | os.PathLike[str], content: bytes, *, durable: bool = True,
 @contextlib.contextmanager
 def staging(path: Path) -> Iterator[Path]:
     """Yield a new folder beside ``path``, which is removed when the block ends, with what is left in it."""
-    remove_abandoned(path.parent, path.name)
+    remove_abandoned(path.parent)
     handle, stage = _new_folder(path)
     try:
+        (stage / _NAME).write_bytes(os.fsencode(path.name))
         yield stage
     finally:
         if os.path.lexists(path) or not (stage / _REPLACED).exists():
-            shutil.rmtree(stage, ignore_errors=True)
+            _remove_stage(stage)
         if handle is not None:
             os.close(handle)
 
@@ -139,31 +143,61 @@ def whole(path: Path) -> Path:
     """Return the folder to read for ``path``: that of a process killed between two renames, if it has none itself."""
     if os.path.lexists(path):
         return path
-    old = [stage / _REPLACED for stage in _temporary(path.parent, path.name) if (stage / _REPLACED).is_dir()]
+    old = [
+        stage / _REPLACED
+        for stage in _temporary(path.parent, _mark(path.name))
+        if (stage / _REPLACED).is_dir()
+    ]
     return max(old, key=lambda folder: folder.stat().st_mtime, default=path)
 
 
-def identity(path: Path) -> tuple[int, int] | None:
-    """Return what tells a folder from the one it is replaced with, None where there is none."""
+def identity(path: Path) -> tuple[int, int, int] | None:
+    """Return what tells a file or folder from the one that replaces it, None where there is none."""
     try:
         found = path.stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return found.st_dev, found.st_ino, found.st_mtime_ns
 
 
-def remove_abandoned(folder: Path, name: str | None = None) -> None:
-    """Remove temporary files and folders of processes that died: those for one name, or all; put old folders back."""
-    for left in _temporary(folder, name):
+def steadily(read: Callable[[], T], version: Callable[[], Any]) -> T:
+    """Return what ``read`` does; where it raises because another process replaced the files meanwhile, read again."""
+    for _ in range(50):
+        before = version()
+        try:
+            return read()
+        except Exception:
+            if version() == before:
+                raise
+    raise IsthmusError("the files are replaced faster than they can be read: copy them, and read the copy")
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Remove temporary files and folders of processes that died, and put back what they were about to replace."""
+    for left in _temporary(folder, _PREFIX):
         with contextlib.suppress(OSError), _if_abandoned(left) as abandoned:
             if not abandoned:
                 continue
             if not left.is_dir():
                 left.unlink()
                 continue
-            if name is not None and (left / _REPLACED).exists() and not os.path.lexists(folder / name):
-                os.rename(left / _REPLACED, folder / name)
-            shutil.rmtree(left, ignore_errors=True)
+            if (left / _REPLACED).exists():
+                path = folder / Path(os.fsdecode((left / _NAME).read_bytes())).name
+                if not os.path.lexists(path):
+                    os.rename(left / _REPLACED, path)
+            _remove_stage(left)
+
+
+def _remove_stage(stage: Path) -> None:
+    """Remove a staging folder, or leave it to the next writer: the save itself is done, or failed for another reason."""
+    try:
+        # First it stops looking like something to put back, since it loses its files one by one.
+        os.rename(stage / _REPLACED, stage / "removed")
+    except FileNotFoundError:
+        pass
+    except OSError:
+        return
+    shutil.rmtree(stage, ignore_errors=True)
 
 
 def sync_tree(folder: Path) -> dict[str, str]:
@@ -211,9 +245,8 @@ def _mark(name: str) -> str:
     return f"{_PREFIX}{hashlib.sha256(os.fsencode(name)).hexdigest()[:12]}-"
 
 
-def _temporary(folder: Path, name: str | None) -> list[Path]:
-    """Return temporary files and folders for a place, or for all; only this user's, since others may not plant any."""
-    mark = _PREFIX if name is None else _mark(name)
+def _temporary(folder: Path, mark: str) -> list[Path]:
+    """Return temporary files and folders by how they begin; only this user's, since others may not plant any."""
     try:
         with os.scandir(folder) as entries:
             return [Path(entry.path) for entry in entries if _is_temporary(entry, mark)]
