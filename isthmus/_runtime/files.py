@@ -189,7 +189,7 @@ def remove_abandoned(folder: Path) -> None:
 
 
 def _remove_stage(stage: Path) -> None:
-    """Remove a staging folder, or leave it to the next writer: the save itself is done, or failed for another reason."""
+    """Remove a staging folder, or leave it to the next writer: the save itself is done, or has failed."""
     try:
         # First it stops looking like something to put back, since it loses its files one by one.
         os.rename(stage / _REPLACED, stage / "removed")
