@@ -27,6 +27,13 @@ from . import saving
 RESULTS = {"old": 1.0, "new": 2.0}
 KINDS = ["file", "program.isthmus", "program", "folder", pytest.param("checkpoint", marks=pytest.mark.slow)]
 """A folder is written as a checkpoint is, and orbax has no part in it."""
+WAYS = [
+    *[(kind, False) for kind in ("file", "program.isthmus", "program", "folder")],
+    ("folder", True),
+    pytest.param("checkpoint", False, marks=pytest.mark.slow),
+    pytest.param("checkpoint", True, marks=pytest.mark.slow),
+]
+"""Kinds, and whether two folders are exchanged by two renames, as on systems that have no other way."""
 ROOT = saving.ROOT
 
 
@@ -67,7 +74,13 @@ def read(kind: str, path: Path) -> str:
         value = isthmus.checkpoint.load(path)["weight"].cpu()
         assert bool((value == value[0]).all())
         return {number: name for name, number in RESULTS.items()}[value[0].item()]
-    weight = (loader.load if kind == "loader" else container.read)(path).weights["weight"]
+    if kind == "loader":
+        weight = loader.load(path).weights["weight"]
+    else:  # what isthmus.load checks before it gives the program to JAX, which would take most of the time here
+        spec, contents = files.steadily(
+            lambda: container._contents(path, False), lambda: path.stat().st_mtime_ns
+        )
+        weight = container._arrays(contents["weights.safetensors"], spec["weights"])["weight"]
     return {number / 2: name for name, number in RESULTS.items()}[float(weight[0, 0])]
 
 
@@ -95,14 +108,16 @@ class Place:
         )
 
     def read(self) -> str:
-        """Return which of the two is there, read with torch and without it."""
-        found = self.read_once()
-        assert "program" not in self.kind or read("loader", self.path) == found
-        return found
-
-    def read_once(self) -> str:
         """Return which of the two is there."""
         return read(self.kind, self.path)
+
+    def run(self) -> str:
+        """Return the same, from a program that was run, with torch and without it."""
+        if "program" not in self.kind:
+            return self.read()
+        found = isthmus.load(self.path)(torch.ones(1, 2)).item()
+        assert {number: name for name, number in RESULTS.items()}[found] == read("loader", self.path)
+        return self.read()
 
     def left(self) -> list[str]:
         """Return temporary files and folders, wherever they are."""
@@ -114,11 +129,8 @@ def place(kind: str, tmp_path: Path, sources: Path, saver: saving.Saver) -> Plac
     return Place(kind, tmp_path, sources, saver)
 
 
-@pytest.mark.parametrize("two_renames", [False, True], ids=["", "two renames"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "two_renames"), WAYS)
 def test_a_full_disk_at_every_step(place: Place, two_renames: bool) -> None:
-    if two_renames and place.kind not in ("folder", "checkpoint"):
-        pytest.skip("no folder is exchanged")
     failed = 0
     for step in range(200):
         assert place.save("old") == 0
@@ -136,11 +148,8 @@ def test_a_full_disk_at_every_step(place: Place, two_renames: bool) -> None:
     assert step < 199
 
 
-@pytest.mark.parametrize("two_renames", [False, True], ids=["", "two renames"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "two_renames"), WAYS)
 def test_killed_at_every_step(place: Place, two_renames: bool) -> None:
-    if two_renames and place.kind not in ("folder", "checkpoint"):
-        pytest.skip("no folder is exchanged")
     seen = {"old": 0, "new": 0}
     left = 0
     for step in range(200):
@@ -165,9 +174,9 @@ def test_killed_at_any_time(place: Place, times: int) -> None:
     assert place.save("old") == 0
     for n in range(times):
         assert place.save("new" if n % 2 else "old", seconds=0.1, two_renames=n % 4 > 1) == -signal.SIGKILL
-        assert place.read() in RESULTS
+        assert place.run() in RESULTS
     assert place.save("new") == 0
-    assert place.read() == "new"
+    assert place.run() == "new"
     assert not place.left()
 
 
@@ -189,13 +198,11 @@ def test_a_first_save_that_is_killed_leaves_nothing_or_all(place: Place) -> None
 @pytest.mark.parametrize("kind", KINDS)
 def test_several_processes_at_once(place: Place) -> None:
     assert place.save("old") == 0
-    thread = threading.Thread(
-        target=place.save, args=("old new",), kwargs={"at_least": 1.0, "seconds": 1.5, "two_renames": False}
-    )
+    thread = threading.Thread(target=place.save, args=("old new",), kwargs={"at_least": 0.5, "seconds": 0.7})
     thread.start()
     reads = 0
     while thread.is_alive():
-        assert place.read_once() in RESULTS
+        assert place.read() in RESULTS
         reads += 1
     assert reads > 3
     assert place.save("new") == 0
@@ -326,10 +333,8 @@ except Exception as error:
 """
 
 
-@pytest.mark.parametrize(
-    "limit",
-    [100_000, *(pytest.param(n, marks=pytest.mark.slow) for n in (10, 100, 400, 1000, 10_000, 700_000))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [10, 100, 400, 1000, 10_000, 100_000, 700_000])
 def test_a_checkpoint_that_cannot_be_written(tmp_path: Path, limit: int) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     ran = subprocess.run(
