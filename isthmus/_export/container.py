@@ -108,7 +108,10 @@ def signature(path: Path) -> dict[str, Any]:
 def _contents(path: Path, executables: bool) -> tuple[dict[str, Any], dict[str, bytes]]:
     with _Stored(path) as stored:
         spec = stored.signature()
-        more = [each["file"] for each in spec["executables"]] if executables else []
+        try:
+            more = [each["file"] for each in spec["executables"]] if executables else []
+        except _MALFORMED as error:
+            raise DamagedFile(path, _SIGNATURE, _reason(error), _REMEDY) from error
         return spec, {name: stored.part(name, spec) for name in (_WEIGHTS, _PROGRAM, *more)}
 
 

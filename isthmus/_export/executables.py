@@ -55,9 +55,8 @@ def attach(program: Any, path: Any) -> Any:
 
 
 def _content(path: pathlib.Path, file: str, digest: str) -> bytes:
-    content = (
-        (path / pathlib.Path(file).name).read_bytes() if path.is_dir() else zipfile.ZipFile(path).read(file)
-    )
+    name = pathlib.Path(file).name
+    content = (path / name).read_bytes() if path.is_dir() else zipfile.ZipFile(path).read(name)
     if hashlib.sha256(content).hexdigest() != digest:
         raise ValueError(f"{path}: {file} is damaged: copy or export it again")
     return content

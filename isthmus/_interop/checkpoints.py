@@ -41,9 +41,8 @@ def save(path: str | os.PathLike[str], state: Any, *, force: bool = False) -> No
     """
     tree, folder = to_tree(state), _folder(path)
     if "://" in folder or jax.process_count() > 1:
-        _write(
-            folder, tree, force
-        )  # no renaming there, or not by one process alone: it is orbax that replaces
+        # Nothing is renamed there, or not by one process alone: orbax itself replaces what is there.
+        _write(folder, tree, force)
         return
     target = Path(folder)
     _check_free(files.whole(target), force)
