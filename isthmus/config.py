@@ -43,7 +43,14 @@ class Settings:
         "",
         "ISTHMUS_CACHE",
         (),
-        "A folder where compiled programs are kept, so that the next process starts warm; empty keeps none.",
+        "A folder where compiled programs are kept, so that the next process starts warm; empty keeps none. "
+        "It must be yours alone to write to.",
+    )
+    cache_size: int = _setting(
+        2048,
+        "ISTHMUS_CACHE_SIZE",
+        (),
+        "How many megabytes of compiled programs that folder keeps; those unused for longest go first.",
     )
     progress: str = _setting(
         "auto",

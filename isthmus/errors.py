@@ -39,6 +39,16 @@ class ExportError(IsthmusError):
     """A model cannot be exported, or a file is no exported program."""
 
 
+class DamagedFile(IsthmusError, ValueError):
+    """A file is not as it was written: ``file`` is its path, ``part`` what is wrong in it."""
+
+    def __init__(self, file: object, part: str, reason: str, remedy: str) -> None:
+        super().__init__(
+            f"{file} is damaged: {part} is not what was written\n  because      {reason}\n  to go on     {remedy}"
+        )
+        self.file, self.part = str(file), part
+
+
 class TracedValueError(IsthmusError):
     """Torch code that runs inside a transformation of JAX's reads a value, which is not known yet."""
 

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import isthmus
-from isthmus._export import loader
-from isthmus.errors import ExportError
+from isthmus._export import container, loader
+from isthmus.errors import DamagedFile, ExportError
 
 
 @pytest.fixture(autouse=True)
@@ -489,17 +489,33 @@ def test_bad_paths_are_told(tmp_path: Path) -> None:
         isthmus.export(mlp(), torch.ones(2, 8), path=tmp_path / "text")
     isthmus.export(mlp(), torch.ones(2, 8), path=tmp_path / "out")
     (tmp_path / "out" / "weights.safetensors").unlink()
-    with pytest.raises(ExportError, match="cannot be read"):
+    with pytest.raises(DamagedFile, match=r"weights\.safetensors is not what was written\n.*it is not there"):
         isthmus.load(tmp_path / "out")
 
 
 def test_a_newer_format_is_told(tmp_path: Path) -> None:
     isthmus.export(mlp(), torch.ones(2, 8), path=tmp_path)
     spec = json.loads((tmp_path / "program.json").read_text())
-    for change in ({"format": 2}, {"convention": 10_000}):
-        (tmp_path / "program.json").write_text(json.dumps({**spec, **change}))
+    del spec["sha256"]
+    for change in ({"format": 3}, {"convention": 10_000}):
+        (tmp_path / "program.json").write_bytes(container._sealed({**spec, **change}))
         with pytest.raises(ExportError, match="is too new: isthmus"):
             isthmus.load(tmp_path)
+        with pytest.raises(ValueError, match="is too new: isthmus"):
+            loader.load(tmp_path)
+
+
+def test_a_program_without_checksums_is_refused(tmp_path: Path) -> None:
+    isthmus.export(mlp(), torch.ones(2, 8), path=tmp_path)
+    spec = json.loads((tmp_path / "program.json").read_text())
+    del spec["sha256"], spec["parts"]
+    (tmp_path / "program.json").write_text(json.dumps({**spec, "format": 1}, indent=1))
+    with pytest.raises(DamagedFile, match="an older Isthmus wrote it, without one"):
+        isthmus.load(tmp_path)
+    with pytest.raises(ValueError, match="or of an older Isthmus: copy or export it again"):
+        loader.load(tmp_path)
+    isthmus.export(mlp(), torch.ones(2, 8), path=tmp_path)
+    assert isthmus.load(tmp_path)(torch.ones(2, 8)).shape == (2, 4)
 
 
 PACKAGES = (

@@ -13,7 +13,6 @@ import os
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from isthmus._device import patches
 from isthmus._device.private import scripted_tensors
+from isthmus._runtime import files
 
 
 def install_loading() -> None:
@@ -54,7 +54,7 @@ def _saver(theirs: Callable[..., Any]) -> Callable[..., Any]:
     def save(self: Any, f: Any, **kwargs: Any) -> Any:
         if not _is_ours(self):
             return theirs(self, f, **kwargs)
-        Path(os.fspath(f)).write_bytes(self.save_to_buffer(**kwargs))
+        files.write(os.fspath(f), self.save_to_buffer(**kwargs))
         return None
 
     return save

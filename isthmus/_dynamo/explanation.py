@@ -21,7 +21,7 @@ from isthmus._dynamo import private, record
 from isthmus._dynamo.clusters import _ID, Clusters
 from isthmus._dynamo.random import Draw, Keyed
 from isthmus._dynamo.tables import amount, counted, duration, first_line, table
-from isthmus._runtime import counters
+from isthmus._runtime import counters, files
 from isthmus._runtime.compiler import Executable
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ class Explanation:
         """Write one page that needs nothing else, with a picture of each graph's clusters."""
         from isthmus._dynamo.page import page
 
-        Path(path).write_text(page(self), encoding="utf-8")
+        files.write(path, page(self).encode())
 
     def summary(self) -> str:
         """Return the counts as one line."""

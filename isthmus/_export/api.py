@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from jax import export as jax_export
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from isthmus._export import dims, loader, trace
+from isthmus._export import container, dims, loader, trace
 from isthmus._export.artifact import Artifact, artifact
 from isthmus._export.executables import attach
 from isthmus._export.module import ExportedModule, ProgramModule
@@ -69,13 +70,13 @@ def read(path: str | Path, *, executables: bool = False) -> loader.Program:
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"isthmus.load: there is no {path}")
-    whole = (path / "program.json").exists() if path.is_dir() else zipfile.is_zipfile(path)
+    whole = os.path.lexists(path / "program.json") if path.is_dir() else zipfile.is_zipfile(path)
     if not whole:
-        raise ExportError(f"isthmus.load: {path} is no program that isthmus.export wrote")
+        raise ExportError(f"isthmus.load: {path} is no program that isthmus.export wrote, or it is damaged")
     try:
-        program = loader.load(path)
+        program = container.read(path, executables=executables)
         return attach(program, path) if executables else program
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+    except OSError as error:
         raise ExportError(f"isthmus.load: {path} cannot be read: {error}") from error
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import sys
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,18 +14,17 @@ import torch
 from jax import export
 
 from isthmus._device.hosts import cpu_from_array
-from isthmus._export import executables, loader, trees
+from isthmus._export import container, executables, loader, trees
 from isthmus._export.trace import Traced
 from isthmus._interop.arrays import to_jax
+from isthmus._runtime.compiler import scoped_x64
 from isthmus._runtime.dtypes import to_torch_dtype
+from isthmus._runtime.private import forgetting_callers, without_locations
 from isthmus.errors import ExportError
 
 if TYPE_CHECKING:
     from isthmus._export.module import ProgramModule
 
-FORMAT = 1
-SUFFIX = ".isthmus"
-"""A path that ends so is one file; any other is a folder."""
 _KNOWN = {
     *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
     *("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"),
@@ -61,47 +59,53 @@ class Artifact:
         """Add an executable for this device and inputs like these; it is used where it fits, if it is trusted."""
         program = self.program()
         inputs = program.accept(to_jax(args), to_jax(kwargs))
-        about, content = executables.compiled(program, inputs)
+        with scoped_x64(), forgetting_callers():  # JAX would write down their files, by their whole paths
+            compiled = jax.jit(_Call(program.exported)).lower(program.weights, inputs).compile()
+        about, content = executables.packed(compiled, inputs)
         known = [each for each in self.spec["executables"] if each != about]
         self.spec["executables"] = [*known, about]
         self.executables[about["file"]] = content
 
     def save(self, path: str | Path) -> None:
-        """Write a folder, or one file if the path ends in ``.isthmus``; what is there already is replaced."""
-        path = Path(path)
-        files = self._files()
-        if path.suffix == SUFFIX:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with zipfile.ZipFile(path, "w") as archive:
-                for name, content in files.items():
-                    archive.writestr(zipfile.ZipInfo(name), content)
-            return
-        if path.is_file():
-            raise ExportError(
-                f"isthmus.export: {path} is a file; name a folder, or a file that ends in {SUFFIX}"
-            )
-        for name, content in files.items():
-            path.mkdir(parents=True, exist_ok=True)
-            (path / name).write_bytes(content)
+        """Write a folder, or one file if the path ends in ``.isthmus``; a program that is there already is replaced.
 
-    def _files(self) -> dict[str, bytes]:
-        extra = {"precompiled.py": Path(executables.__file__).read_bytes()} if self.executables else {}
-        return {
+        The old one is whole until the new one is: a full disk or a killed process loses nothing.
+        """
+        path = Path(path)
+        if path.suffix != container.SUFFIX and path.is_file():
+            raise ExportError(
+                f"isthmus.export: {path} is a file; name a folder, or a file that ends in {container.SUFFIX}"
+            )
+        parts = {
             **self.executables,
-            **extra,
-            "program.json": json.dumps(self.spec, indent=1).encode(),
             "program.mlirbc": bytes(self.exported.mlir_module_serialized),
             "weights.safetensors": _stored(self.weights),
-            "run.py": Path(loader.__file__).read_bytes(),
         }
+        scripts = {"run.py": Path(loader.__file__).read_bytes()}
+        if self.executables:
+            scripts["precompiled.py"] = Path(executables.__file__).read_bytes()
+        container.save(path, self.spec, parts, scripts)
+
+
+class _Call:
+    """A program as a callable without code, whose file JAX would write into an executable."""
+
+    def __init__(self, exported: export.Exported) -> None:
+        self.exported = exported
+
+    def __call__(self, weights: dict[str, Any], inputs: dict[str, Any]) -> Any:
+        with forgetting_callers():  # this function is one
+            return self.exported.call(weights, inputs)
 
 
 def artifact(traced: Traced, name: str) -> Artifact:
     """Return what was traced with its signature and where it comes from."""
-    exported = traced.exported
+    # Locations name files of this machine, by their whole paths.
+    bytecode = without_locations(traced.exported.mlir_module_serialized)
+    exported = dataclasses.replace(traced.exported, mlir_module_serialized=bytecode)
     args, _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
     spec = {
-        "format": FORMAT,
+        "format": container.FORMAT,
         "name": name,
         "isthmus": sys.modules["isthmus"].__version__,
         "torch": torch.__version__,

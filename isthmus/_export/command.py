@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from isthmus._export import api
+from isthmus._runtime import files
 from isthmus.errors import IsthmusError
 
 _DTYPES = {
@@ -59,11 +60,11 @@ def export(target: str, inputs: Sequence[str], output: str, platforms: str, prec
     return 0
 
 
-def run(path: str, files: Sequence[str], output: str | None) -> int:
+def run(path: str, inputs: Sequence[str], output: str | None) -> int:
     """Run a program on arrays of files and tell or write its results; return the exit code."""
     try:
         program = api.read(path)
-        args, kwargs = _loaded(files)
+        args, kwargs = _loaded(inputs)
         outputs = program(*args, **kwargs)
     except (IsthmusError, OSError, ValueError, TypeError, IndexError) as error:
         return _fail(error)
@@ -73,7 +74,9 @@ def run(path: str, files: Sequence[str], output: str | None) -> int:
         if output is None:
             print(array)
     if output is not None:
-        np.savez(output, **found)  # type: ignore[arg-type]
+        # numpy adds the ending to a name, and not to an open file.
+        with files.replacing(output if output.endswith(".npz") else f"{output}.npz") as file:
+            np.savez(file, **found)  # type: ignore[arg-type]
     return 0
 
 
@@ -159,8 +162,8 @@ def _named(text: str) -> tuple[str | None, str]:
     return (name, rest) if equals and name.isidentifier() else (None, text)
 
 
-def _loaded(files: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
-    pairs = [_named(text) for text in files]
+def _loaded(inputs: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
+    pairs = [_named(text) for text in inputs]
     args = [_array(file) for name, file in pairs if name is None]
     return args, {name: _array(file) for name, file in pairs if name is not None}
 

@@ -3,7 +3,7 @@
 They are pickles, which run code when they are read: attach those of somebody you trust, and no others.
 """
 
-import json
+import hashlib
 import pathlib
 import pickle
 import platform
@@ -27,17 +27,11 @@ def target() -> str:
     return f"{device.platform} ({device.device_kind}), jax {jax.__version__}, build {zlib.crc32(build.encode()):08x}"
 
 
-def compiled(program: Any, inputs: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+def packed(compiled: Any, inputs: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
     """Return an executable for this device and inputs of these shapes: what it is for, and its content."""
-    with jax.enable_x64(True):
-        found = program.run.lower(program.weights, inputs).compile()
-    content = pickle.dumps(serialize_executable.serialize(found))
-    about = {
-        "target": target(),
-        "shapes": shapes(inputs),
-        "file": f"executable-{zlib.crc32(content):08x}.bin",
-    }
-    return about, content
+    content = pickle.dumps(serialize_executable.serialize(compiled))
+    file = f"executable-{zlib.crc32(content):08x}.bin"
+    return {"target": target(), "shapes": shapes(inputs), "file": file}, content
 
 
 def shapes(inputs: Any) -> list[list[int]]:
@@ -47,18 +41,25 @@ def shapes(inputs: Any) -> list[list[int]]:
 
 def attach(program: Any, path: Any) -> Any:
     """Return a program that runs the executable of this device, where its folder or file has one."""
-    path = pathlib.Path(path)
-    read = (lambda name: (path / name).read_bytes()) if path.is_dir() else zipfile.ZipFile(path).read
-    known = json.loads(read("program.json"))["executables"]
+    known = program.spec["executables"]
     fitting = [each for each in known if each["target"] == target()]
     if not fitting:
         have = "; ".join(each["target"] for each in known) or "none"
         message = f"{path} has no executable for {target()}, it has {have}: the program is compiled when it is called"
         warnings.warn(message, stacklevel=2)
     for each in fitting:
-        found = serialize_executable.deserialize_and_load(*pickle.loads(read(each["file"])))
+        content = _content(pathlib.Path(path), *program.spec["parts"][each["file"]])
+        found = serialize_executable.deserialize_and_load(*pickle.loads(content))
         program.run = _choose(each["shapes"], found, program.run)
     return program
+
+
+def _content(path: pathlib.Path, file: str, digest: str) -> bytes:
+    name = pathlib.Path(file).name
+    content = (path / name).read_bytes() if path.is_dir() else zipfile.ZipFile(path).read(name)
+    if hashlib.sha256(content).hexdigest() != digest:
+        raise ValueError(f"{path}: {file} is damaged: copy or export it again")
+    return content
 
 
 def _choose(wanted: list[list[int]], found: Any, otherwise: Any) -> Any:

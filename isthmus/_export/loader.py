@@ -1,9 +1,9 @@
 """Run a program that Isthmus exported. This file needs JAX and numpy, and may be copied anywhere.
 
-In Python ``load("out/")(x, mask=mask)``, in a shell ``python out/run.py x=x.npy mask=mask.npy``.
-"""
+In Python ``load("out/")(x, mask=mask)``, in a shell ``python out/run.py x=x.npy mask=mask.npy``."""
 
 import dataclasses
+import hashlib
 import json
 import pathlib
 import sys
@@ -17,17 +17,23 @@ from jax import export
 
 def load(path: Any) -> "Program":
     """Return the program in a folder, or in a file that ends in .isthmus."""
-    path = pathlib.Path(path)
-    read = (lambda name: (path / name).read_bytes()) if path.is_dir() else zipfile.ZipFile(path).read
-    spec = json.loads(read("program.json"))
-    if spec["format"] != 1 or spec["convention"] > export.maximum_supported_calling_convention_version:
+    spec = json.loads(b"{" + read(path, "program.json"))
+    if spec["format"] != 2 or spec["convention"] > export.maximum_supported_calling_convention_version:
         raise ValueError(f"{path} is too new: isthmus {spec['isthmus']} and jax {spec['jax']} wrote it")
-    data, weights = memoryview(read("weights.safetensors")), {}
-    start = 8 + int.from_bytes(data[:8], "little")
-    for name, about in json.loads(bytes(data[8:start])).items():
-        leaf, (low, high) = spec["weights"][name], about["data_offsets"]
-        weights[name] = np.frombuffer(data[start + low : start + high], leaf["dtype"]).reshape(leaf["shape"])
-    return Program(spec, read("program.mlirbc"), weights)
+    data, weights = memoryview(read(path, "weights.safetensors", spec)), {}
+    for name, leaf in spec["weights"].items():
+        weights[name] = np.frombuffer(data[slice(*leaf["bytes"])], leaf["dtype"]).reshape(leaf["shape"])
+    return Program(spec, read(path, "program.mlirbc", spec), weights)
+
+
+def read(path: Any, name: str, spec: Any = None) -> bytes:
+    """Return a part whose checksum is right; that of program.json, which has the others, is in its first line."""
+    path, (file, digest) = pathlib.Path(path), spec["parts"][name] if spec else (name, "")
+    raw = (path / pathlib.Path(file).name).read_bytes() if path.is_dir() else zipfile.ZipFile(path).read(file)
+    data, digest = (raw, digest) if spec else (raw[79:], raw[12:76].decode("latin"))
+    if hashlib.sha256(data).hexdigest() != digest:
+        raise ValueError(f"{path}: {name} is damaged, or of an older Isthmus: copy or export it again")
+    return data
 
 
 class Program:
@@ -35,11 +41,14 @@ class Program:
 
     def __init__(self, spec: dict[str, Any], bytecode: bytes, weights: dict[str, Any]) -> None:
         self.spec, scope = spec, export.SymbolicScope(spec["constraints"])
-        self.inputs = {name: plain(tree, scope) for name, tree in spec["inputs"].items()}
-        with jax.enable_x64(True):
-            self.weights = jax.device_put(weights)
-            leaves = [plain(tree, scope) for tree in ({"dict": spec["weights"]}, spec["results"])]
-            self.exported = exported(spec, leaves[0], self.inputs, leaves[1], bytecode)
+        trees = {"dict": spec["weights"]}, {"dict": spec["inputs"]}, spec["results"]
+        *leaves, results = (plain(tree, scope) for tree in trees)
+        zeros = jax.custom_vjp(lambda weights, inputs: jax.tree.map(jax.numpy.zeros_like, results))
+        zeros.defvjp(zeros, zeros)  # no such rule: to ask for a gradient is an error, and not zeros
+        with jax.enable_x64(True):  # JAX makes a program of this signature, which is then given the bytecode
+            made = export.export(jax.jit(zeros, keep_unused=True), platforms=spec["platforms"])(*leaves)
+            self.exported = dataclasses.replace(made, mlir_module_serialized=bytecode, fun_name=spec["name"])
+            self.stub, self.inputs, self.weights = made, leaves[1], jax.device_put(weights)
             self.run = jax.jit(self.exported.call)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -54,10 +63,9 @@ class Program:
 
     def accept(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the inputs as the program takes them, or say what is wrong with them."""
-        given = {n: None for n, tree in self.inputs.items() if tree is None}
-        given |= dict(zip(self.inputs, args, strict=False)) | kwargs
-        twice = len(args) + len(kwargs) - len({*[*self.inputs][: len(args)], *kwargs})
-        if twice or given.keys() != self.inputs.keys():
+        named = dict(zip(self.inputs, args, strict=False)) | kwargs
+        given = {name: None for name, tree in self.inputs.items() if tree is None} | named
+        if len(named) < len(args) + len(kwargs) or given.keys() != self.inputs.keys():
             raise TypeError(f"the program takes {[*self.inputs]}; it got {len(args)} unnamed and {[*kwargs]}")
         sizes: dict[str, int] = {}
         return jax.tree.map_with_path(lambda p, leaf, v: check(p, leaf, v, sizes), self.inputs, given)
@@ -69,7 +77,7 @@ def check(path: Any, leaf: Any, value: Any, sizes: dict[str, int]) -> Any:
     pairs = zip(leaf.shape, value.shape, strict=False)
     shape = [n if isinstance(n, int) else sizes.setdefault(str(n), m) for n, m in pairs]
     if value.dtype != leaf.dtype or value.ndim != len(leaf.shape) or shape != [*value.shape]:
-        wanted, got = f"{leaf.dtype}{[*leaf.shape]}", f"{value.dtype}{[*value.shape]}"
+        wanted, got = (f"{each.dtype}{[*each.shape]}" for each in (leaf, value))
         raise ValueError(f"input {jax.tree_util.keystr(path)} must be {wanted} with {sizes}; it is {got}")
     return value
 
@@ -84,14 +92,6 @@ def plain(tree: Any, scope: Any) -> Any:
         return {name: plain(part, scope) for name, part in tree["dict"].items()}
     shape = export.symbolic_shape(", ".join(map(str, tree["shape"])), scope=scope)
     return jax.ShapeDtypeStruct(shape, np.dtype(tree["dtype"]))
-
-
-def exported(spec: Any, weights: Any, inputs: Any, results: Any, bytecode: bytes) -> export.Exported:
-    """Return the program for jax.export: JAX makes one of this signature, which is then given the bytecode."""
-    stub = jax.custom_vjp(lambda weights, inputs: jax.tree.map(jax.numpy.zeros_like, results))
-    stub.defvjp(stub, stub)  # no such rule: to ask for a gradient is an error, and not zeros
-    made = export.export(jax.jit(stub, keep_unused=True), platforms=spec["platforms"])(weights, inputs)
-    return dataclasses.replace(made, mlir_module_serialized=bytecode, fun_name=spec["name"])
 
 
 if __name__ == "__main__":

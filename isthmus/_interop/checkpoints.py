@@ -7,8 +7,10 @@ torch's dotted names become nested dicts, and keys that are numbers become strin
 from __future__ import annotations
 
 import copy
+import errno
 import importlib
 import os
+import shutil
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,30 +22,64 @@ import torch
 from torch import Tensor
 
 from isthmus._interop.arrays import from_jax, to_jax
-from isthmus.errors import IsthmusError
+from isthmus._runtime import checksums, files
+from isthmus.errors import DamagedFile, IsthmusError, first_line
 
+_MARKS = ("_CHECKPOINT_METADATA", "_METADATA", checksums.LIST)
+"""What tells a checkpoint from other folders: orbax writes the first two, Isthmus the last."""
 _PLAIN = (bool, int, float, str, np.ndarray, jax.Array)
 
 
 def save(path: str | os.PathLike[str], state: Any, *, force: bool = False) -> None:
-    """Write state as an orbax checkpoint, a folder that plain orbax reads; ``force`` replaces what is there.
+    """Write state as an orbax checkpoint, a folder that plain orbax reads; ``force`` replaces one that is there.
 
     Modules, optimizers and whatever else has a ``state_dict`` may stand for it in the state, anywhere in dicts and
     lists. Tied tensors of one dict are written once, under the first of their names.
+
+    The folder gets its name when it is whole and on the disk, and until then the old one keeps it: a full disk or a
+    killed process loses nothing. It has checksums, which ``load`` checks.
     """
-    orbax = _orbax()
-    tree = to_tree(state)
-    with orbax.Checkpointer(orbax.PyTreeCheckpointHandler()) as checkpointer:
-        checkpointer.save(_folder(path), args=orbax.args.PyTreeSave(tree), force=force)
+    tree, folder = to_tree(state), _folder(path)
+    if "://" in folder or jax.process_count() > 1:
+        # Nothing is renamed there, or not by one process alone: orbax itself replaces what is there.
+        _write(folder, tree, force)
+        return
+    target = Path(folder)
+    _check_free(files.whole(target), force)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with files.staging(target) as stage:
+        new = stage / "new"
+        _write(str(new), tree, False)
+        if target.exists():
+            shutil.copymode(target, new)
+        checksums.seal(new)
+        _check_free(target, force)  # again: this took a while
+        files.swap(new, target)
 
 
 def load(path: str | os.PathLike[str], into: Any = None) -> Any:
     """Read an orbax checkpoint, fill ``into`` from it and return the rest, with arrays as tensors on "jax".
 
     ``into`` is a thing with ``load_state_dict``, a tensor, or a dict of such things by their names in the checkpoint.
+    It is filled after everything was read and checked.
     """
     tree = _read(_folder(path))
     return from_jax(tree if into is None else _fill(tree, into, "the checkpoint"))
+
+
+def _check_free(folder: Path, force: bool) -> None:
+    """Raise unless a checkpoint may be put at a path: nothing is there, or a checkpoint that may be replaced."""
+    if not os.path.lexists(folder) or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not force:
+        raise ValueError(
+            f"isthmus.checkpoint.save: {folder} already exists; force=True replaces a checkpoint"
+        )
+    if not any((folder / name).exists() for name in _MARKS):
+        raise IsthmusError(
+            f"isthmus.checkpoint.save: {folder} is no checkpoint, and is not replaced\n"
+            f"  to go on     name another folder, or remove this one yourself"
+        )
 
 
 def _orbax() -> Any:
@@ -59,9 +95,43 @@ def _folder(path: str | os.PathLike[str]) -> str:
     return given if "://" in given else str(Path(given).resolve())
 
 
-def _read(folder: str) -> Any:
-    """Return a checkpoint as it was written, with arrays on the host, wherever they were."""
+def _write(folder: str, tree: Any, force: bool) -> None:
     orbax = _orbax()
+    with orbax.Checkpointer(orbax.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(folder, args=orbax.args.PyTreeSave(tree), force=force)
+
+
+def _read(folder: str) -> Any:
+    """Return a checkpoint as it was written, if it is as it was written."""
+    orbax = _orbax()
+    if "://" in folder:
+        return _restored(orbax, folder)
+    target = Path(folder)
+    return files.steadily(lambda: _verified(orbax, target), lambda: files.identity(files.whole(target)))
+
+
+def _verified(orbax: Any, target: Path) -> Any:
+    folder = files.whole(target)
+    version = files.identity(folder)
+    if version is None:
+        raise FileNotFoundError(errno.ENOENT, "isthmus.checkpoint.load: there is no checkpoint", str(target))
+    checksums.verify(folder, target)
+    try:
+        found = _restored(orbax, str(folder))
+        if files.identity(files.whole(target)) != version:
+            raise IsthmusError(f"{target} was replaced after its checksums were read")
+        return found
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:
+        if not folder.is_dir() or not any((folder / name).exists() for name in _MARKS):
+            raise IsthmusError(f"isthmus.checkpoint.load: {target} is no orbax checkpoint") from error
+        reason = f"orbax cannot read it: {type(error).__name__}: {first_line(str(error))}"
+        raise DamagedFile(target, "the checkpoint", reason, "load another one") from error
+
+
+def _restored(orbax: Any, folder: str) -> Any:
+    """Return what orbax reads, with arrays on the host, wherever they were."""
     with orbax.Checkpointer(orbax.PyTreeCheckpointHandler()) as checkpointer:
         described = checkpointer.metadata(folder).item_metadata.tree
         kinds = jax.tree.map(lambda leaf: _restored_as(orbax, leaf), described)

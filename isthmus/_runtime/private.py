@@ -81,6 +81,41 @@ def fast_call(compiled: jax.stages.Compiled) -> Callable[..., Any]:
     return call
 
 
+@optional("exported programs name the files they were made from", otherwise=lambda bytecode: bytecode)
+def without_locations(bytecode: bytes) -> bytes:
+    """Return a portable artifact of StableHLO without the places in Python code that its operations came from."""
+    from jax.extend import mlir
+    from jax.extend.mlir import ir, passmanager
+
+    # b"ML\xefR\rStableHLO_v1.15.0\x00...": the version that JAX chose, with four weeks for readers to follow.
+    version = bytecode[: bytecode.index(b"\0")].partition(b"_v")[2].decode()
+    with ir.Context() as context:
+        module = mlir.deserialize_portable_artifact(bytecode, context)
+        # JAX lets Shardy's operations stand beside StableHLO's where the backend understands them.
+        mixed = mlir.serialize_portable_artifact(module, version, True) == bytecode
+        passmanager.PassManager.parse("builtin.module(strip-debuginfo)").run(module.operation)
+        return bytes(mlir.serialize_portable_artifact(module, version, mixed))
+
+
+def entry_type(bytecode: bytes) -> str:
+    """Return the type of the function that a portable artifact of StableHLO starts with, as text."""
+    from jax.extend import mlir
+    from jax.extend.mlir import ir
+
+    with ir.Context() as context:
+        module = mlir.deserialize_portable_artifact(bytecode, context)
+        functions = [op for op in module.body.operations if "function_type" in op.attributes]
+        return next(str(op.attributes["function_type"]) for op in functions if op.name.value == "main")
+
+
+@optional(
+    "a signature that does not fit its exported program may be found late", otherwise=lambda bytecode: None
+)
+def entry_type_if_known(bytecode: bytes) -> str | None:
+    """Return the same for what this JAX itself has just exported."""
+    return entry_type(bytecode)
+
+
 def is_traced(values: Sequence[Any]) -> bool:
     """Return whether any of ``values`` is a JAX tracer."""
     return any(isinstance(value, jax.core.Tracer) for value in values)

@@ -18,8 +18,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.usefixtures("fresh_dynamo", "falling_back"),
 ]
-# Modes whose step is one program, so that it happens as a whole or not at all.
-WHOLE = ("lazy", "jit", "train_step")
+# Modes whose step is one call of ours, so that it happens as a whole or not at all. A step in lazy mode can be
+# interrupted while it is recorded, as it can be in eager mode.
+WHOLE = ("jit", "train_step")
 _WARM = 2
 
 
@@ -178,10 +179,14 @@ def test_a_first_step_that_cannot_be_compiled(mode: str, error: Any) -> None:
         training.step()
     assert injector.raised, caught.value
     state = training.state()
-    assert not differences(before, state)
+    if mode == "lazy" and error is KeyboardInterrupt:  # what was recorded is run by the next read
+        training.done += 1
+        assert same(state, Undisturbed(mode).after(1))
+    else:
+        assert not differences(before, state)
     assert all(bool(value.isfinite().all()) for value in state.values())
     training.run(3)
-    assert same(training.state(), Undisturbed(mode).after(3))
+    assert same(training.state(), Undisturbed(mode).after(training.done))
 
 
 @pytest.mark.parametrize("mode", ["eager", "compile"])
