@@ -113,7 +113,11 @@ def _choose(kernel: Kernel, inputs: list[Any], values: Values, traced: bool, fin
         result = found[0] if found is not None else ()
         warned = refusals.check(kernel.op, values, not traced, meta, result)
         try:
-            return refusals.warning(finish(Builder(kernel, tier, inputs, values, found, traced)), warned)
+            builder = Builder(kernel, tier, inputs, values, found, traced)
+            mutation = builder.mutation
+            prepares = mutation is not None and mutation.needs_preparation
+            plan = mutation.preparing(kernel) if mutation is not None and prepares else finish(builder)
+            return refusals.warning(plan, warned)
         except torch.OutOfMemoryError:
             raise  # the CPU might try, and take the machine's memory
         except Exception as error:
@@ -155,6 +159,8 @@ class Builder:
         self.mutation = Mutation(kernel.op, self.slots, values, found) if self.schema.mutated else None
         if self.mutation is not None and not self.inferred and self.schema.has_out:
             self.mutation.resize(self._computed_specs())
+        elif self.mutation is not None and any(self.mutation.resized):
+            self.mutation.lay_out(inference.of_functional(kernel.op, kernel.functional, values))
         self.errors: list[tuple[type[Exception], str]] = []
         self.computed: list[Any] = []
         self.fresh = self._fresh_specs()
@@ -205,7 +211,7 @@ class Builder:
                 f"the lowering of {self.op} gave {len(results)} results where torch gives {count}"
             )
         fresh = [store(r, s, self.op) for r, s in zip(results, self.fresh, strict=False) if s is not None]
-        written = [] if self.mutation is None else self.mutation.write(results[count:], inputs)
+        written = [] if self.mutation is None else self.mutation.write(results[count:], inputs, self.traced)
         self.errors = found.errors
         return (*fresh, *written, *found.flags)
 

@@ -10,7 +10,7 @@ from typing import Any
 class Mode:
     """The mode of the process: backward passes run on threads of torch's own, which must be in it too."""
 
-    __slots__ = ("_capture", "_recorder", "lazy", "materialise", "recording_entry")
+    __slots__ = ("_capture", "_recorder", "hold", "lazy", "materialise", "recording_entry")
 
     def __init__(self) -> None:
         self.lazy = False
@@ -18,6 +18,8 @@ class Mode:
         self._recorder = 0
         self.materialise: Callable[[], None] = lambda: None
         self.recording_entry: Any = None
+        # Makes a node the contents of a buffer.
+        self.hold: Callable[[Any, Any], None] = lambda buffer, node: None
 
     @property
     def capture(self) -> Any:
