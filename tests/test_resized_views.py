@@ -125,6 +125,15 @@ def test_targets_that_share_a_storage_are_resized_one_after_another() -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_target_that_is_given_twice(strict_fallback: None) -> None:
+    """It cannot have the sizes of both results."""
+    isthmus.config.fallback = "cpu"
+    out, x = torch.zeros(9, device="jax"), torch.ones(2, 3, device="jax")
+    with pytest.raises(IndexError):
+        torch.svd(x, out=(torch.zeros(0, device="jax"), out, out))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.uint8, torch.complex64, torch.bool])
 def test_a_target_of_another_dtype_than_its_storage(dtype: torch.dtype) -> None:
     found = []

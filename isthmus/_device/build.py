@@ -160,12 +160,20 @@ class Builder:
         if self.mutation is not None and not self.inferred and self.schema.has_out:
             self.mutation.resize(self._computed_specs())
         elif self.mutation is not None and any(self.mutation.resized):
-            self.mutation.lay_out(inference.of_functional(kernel.op, kernel.functional, values))
+            self.mutation.lay_out(self._resized_specs(values))
         self.errors: list[tuple[type[Exception], str]] = []
         self.computed: list[Any] = []
         self.fresh = self._fresh_specs()
         made = [*self.fresh, *(self.mutation.resized if self.mutation is not None else [])]
         memory.require_room([(spec.size, spec.dtype) for spec in made if spec is not None])
+
+    def _resized_specs(self, values: Values) -> list[Spec | None]:
+        """Return how torch lays out targets that are resized: as the CPU does, or as the op without ``out=`` does."""
+        assert self.mutation is not None
+        after = refusals.resized_as(self.op, values)
+        if after:
+            return [Spec.of(target) for target in self.mutation.locate(after)]
+        return inference.of_functional(self.op, self.kernel.functional, values)
 
     def _fresh_specs(self) -> list[Spec | None]:
         """Return the spec of each new tensor of the result."""

@@ -60,6 +60,7 @@ class Mutation:
             raise LoweringError(f"{op} would resize the tensor it writes to")
         self.storages = [buffer_of(target).signature for target in targets]
         self.booleans = [holds_booleans(target) for target in targets]
+        self.repeated = len({id(target) for target in targets}) < len(targets)
 
     def resize(self, specs: Sequence[Spec | None]) -> None:
         """Give the targets of an ``out=`` form the sizes of what is computed; torch could not infer them."""
@@ -71,7 +72,7 @@ class Mutation:
             ]
 
     def lay_out(self, specs: Sequence[Spec | None]) -> None:
-        """Give resized targets the strides of what the op without ``out=`` returns: Meta kernels of ``out=`` do not."""
+        """Give resized targets these strides: Meta kernels resize to rows."""
         if len(specs) == len(self.resized):
             self.resized = [
                 replace(old, stride=new.stride) if old and new and new.size == old.size else old
@@ -81,6 +82,9 @@ class Mutation:
     @property
     def needs_preparation(self) -> bool:
         """Whether a target's storage must change before the call is made."""
+        if any(self.keeps) and self.repeated:
+            # One tensor cannot have the sizes of two results: the CPU writes the one after the other.
+            raise LoweringError(f"{self.op} would resize a tensor that it writes to twice")
         return any(self.keeps) or any(self.booleans)
 
     @property

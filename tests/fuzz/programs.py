@@ -258,6 +258,11 @@ class Generator:
             f"{name}.unsqueeze_({d})", f"{name}.transpose_({d}, {self.dim(x)})",
             f"with torch.no_grad(): {name}.add_({other})", f"with torch.no_grad(): {name}.mul_(2)",
         ]  # fmt: skip
+        apart = self.pick(lambda y: y.untyped_storage().data_ptr() != x.untyped_storage().data_ptr())
+        if apart is not None:  # of any size: the target is resized, and shares no memory with what is read
+            ways += [f"torch.mul({apart}, 2, out={name})", f"torch.sub({apart}, 1, out={name})"]
+        if x.numel() > 1 and not expanded(x):
+            ways.append(f"{name}.resize_({x.numel() - 1})")  # longer, it would show memory nobody wrote to
         if x.dim():
             ways += [
                 f"{name}[0] = {number}", f"{name}[-1] += {number}", f"{name}[..., 0] = {number}",
