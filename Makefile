@@ -12,7 +12,7 @@ help: ## say what the targets do
 venv: $(STAMP) ## install everything into .venv
 
 # torch is named first and pinned, so that no later requirement can bring another build of it.
-$(STAMP): pyproject.toml constraints.txt _isthmus_autoload.py
+$(STAMP): pyproject.toml constraints.txt _isthmus_autoload.py _isthmus_command.py
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 11) and f"Isthmus needs Python 3.11 or newer, but $(PYTHON) is {v}; try: make PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0

@@ -2,7 +2,8 @@
 
 A device from outside takes torch's one place for an accelerator. From then on autograd asks it for the streams
 of every device, and ``backward()`` of a CUDA tensor dies in an internal assert (torch 2.11). So where torch
-has an accelerator of its own, only ``import isthmus`` or ISTHMUS_AUTOLOAD=1 adds the device.
+has an accelerator of its own, only ``import isthmus`` or ISTHMUS_AUTOLOAD=1 adds the device; with ISTHMUS_AUTOLOAD=0
+only ``import isthmus`` does, on every machine.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -30,16 +32,67 @@ def _exists(*paths: str) -> bool:
     return any(os.path.exists(path) for path in paths)
 
 
+def wanted() -> bool:
+    """Return whether ``import torch`` is to add the device: where nothing is lost by it, or as the environment says."""
+    asked = os.environ.get("ISTHMUS_AUTOLOAD", "")
+    if asked not in ("", "0", "1"):
+        warnings.warn(
+            f"ISTHMUS_AUTOLOAD={asked!r} is ignored: ISTHMUS_AUTOLOAD takes '0' or '1'; by default `import torch` adds "
+            f"the device 'jax' where torch has no accelerator of its own",
+            stacklevel=3,
+        )
+    return asked == "1" or (asked != "0" and rival() is None)
+
+
 def run() -> None:
-    """Register the device if nothing is lost by it.
+    """Register the device if it is wanted.
 
     A torch that Isthmus does not fit must still be importable, by people who may not even use the device.
     """
-    if rival() is None or os.environ.get("ISTHMUS_AUTOLOAD") == "1":
-        try:
-            import isthmus  # noqa: F401
-        except Exception as error:
-            warnings.warn(f"device 'jax' is not available: {error}", stacklevel=2)
+    if not wanted():
+        return
+    try:
+        import isthmus  # noqa: F401
+    except Exception as error:
+        warnings.warn(f"device 'jax' is not available: {error}", stacklevel=2)
+        _refuse_uses(error)
+
+
+class _Absent(ModuleType):
+    """``torch.jax`` where the device is not available: torch initialises a device before its first use."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__("torch.jax", "The device 'jax', which is not available.")
+        self._error = (type(error), str(error))
+
+    def is_available(self) -> bool:
+        return False
+
+    def device_count(self) -> int:
+        return 0
+
+    def _lazy_init(self) -> None:
+        kind, message = self._error
+        raise kind(message)
+
+
+def _refuse_uses(error: Exception) -> None:
+    """Let every use of the device say why it is not available.
+
+    torch would not know the name "jax", and say that a device may be called "cpu", "cuda" and so on.
+    """
+    try:
+        if torch._C._get_privateuse1_backend_name() == "privateuseone":
+            torch.utils.rename_privateuse1_backend("jax")  # type: ignore[attr-defined]
+            torch._register_device_module("jax", _Absent(error))
+    except Exception:  # a torch of any age: where it has other names for these, it knows no "jax"
+        return
+
+
+def make_room() -> None:
+    """Take back what says that there is no device: there is one now."""
+    if isinstance(getattr(torch, "jax", None), _Absent):
+        del torch.jax, sys.modules["torch.jax"]  # type: ignore[attr-defined]
 
 
 asked_for = True
@@ -53,6 +106,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     asked_for = rival() is None
     try:
+        from isthmus import _upstream
+
+        _upstream.require_jax()
         from isthmus._dynamo.backend import isthmus
     finally:
         asked_for = True

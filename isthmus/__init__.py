@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-# First of all: it autoloads isthmus._device.registration, which must not be half-imported by then.
+from isthmus import _upstream
+
+_upstream.check_versions()  # before anything that another Python or torch might not have
+
+# Before the rest: it autoloads isthmus._device.registration, which must not be half-imported by then.
 import torch  # noqa: F401
 
 import _isthmus_autoload
@@ -79,6 +83,8 @@ def __getattr__(name: str) -> Any:
 
     if name not in _LATER:
         raise AttributeError(f"module 'isthmus' has no attribute {name!r}")
+    if name != "metrics":  # which counts nothing until JAX is there
+        _upstream.require_jax()
     path, _, other = _LATER[name].partition(":")
     module = importlib.import_module(path)
     return module if path == f"isthmus.{name}" else getattr(module, other or name)

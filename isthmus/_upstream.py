@@ -11,25 +11,32 @@ The modules named ``private.py`` hold every private name. Each is of one of two 
     def fast_call(compiled):
         return compiled._executable.create_cpp_call(compiled._params)
 
-This module also knows which releases were checked (``make test-versions``), and warns once above them.
+This module also knows which releases were checked (``make test-versions``), warns once above them, and says in one
+sentence what keeps the device from working: Python, torch or JAX missing, broken or too old. ``import isthmus`` asks
+``check_versions``, which imports nothing; what needs JAX calls ``require_jax`` first. Both raise a SetupError, and
+``isthmus doctor`` prints the same sentence.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.metadata
+import importlib.util
 import re
+import sys
 import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from isthmus.errors import RegistrationError, VersionWarning, first_line
+from isthmus.errors import RegistrationError, SetupError, VersionWarning, first_line
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 OLDEST = {"torch": "2.11", "jax": "0.10"}
+OLDEST_PYTHON = (3, 11)
+_NAMES = {"torch": "torch", "jax": "JAX"}
 NEWEST = {"torch": "2.15", "jax": "0.12"}
 """The newest releases that ``make test-versions`` was run with; docs/versions.md has the table."""
 
@@ -85,7 +92,7 @@ DRIFT = (AttributeError, ImportError, TypeError)
 
 def not_available(error: BaseException) -> RegistrationError:
     """Return the error that says there is no device with this torch and JAX, because of ``error``."""
-    installed = " and ".join(f"{package} {importlib.metadata.version(package)}" for package in NEWEST)
+    installed = " and ".join(f"{package} {installed_version(package)}" for package in NEWEST)
     checked = ", ".join(f"{package} {OLDEST[package]} to {NEWEST[package]}" for package in NEWEST)
     frames = traceback.extract_tb(error.__traceback__)
     line = f" at `{frames[-1].line}`" if frames and frames[-1].line else ""
@@ -93,6 +100,86 @@ def not_available(error: BaseException) -> RegistrationError:
         f"device 'jax' cannot be loaded with {installed}: {type(error).__name__}: {first_line(str(error))}{line}\n"
         f"  to fix it    install releases that were checked: {checked}"
     )
+
+
+def check_versions() -> None:
+    """Raise a SetupError if this Python, torch or JAX cannot serve the device, as far as can be told without JAX."""
+    fault = python_fault() or package_fault("torch") or package_fault("jax")
+    if fault is not None:
+        raise SetupError(fault)
+
+
+def require_jax() -> None:
+    """Import JAX; raise a SetupError if it is missing, broken or too old."""
+    fault = jax_fault()
+    if fault is not None:
+        raise SetupError(fault[0]) from fault[1]
+
+
+def jax_fault() -> tuple[str, Exception | None] | None:
+    """Return what keeps JAX from being used, and the exception of its import, or None; imports it."""
+    fault = package_fault("jax")
+    if fault is not None:
+        return fault, None
+    try:
+        version = importlib.import_module("jax").__version__
+    except Exception as error:
+        said = f"{type(error).__name__}: {first_line(str(error))}"
+        mend = "pip install --force-reinstall " + _requirement("jax")
+        return f"JAX {installed_version('jax')} cannot be imported ({said}); to fix it: {mend}", error
+    # The module is what counts: a folder called jax may come first on the path, without the metadata of a package.
+    fault = _too_old("jax", version)
+    return None if fault is None else (fault, None)
+
+
+def python_fault() -> str | None:
+    """Return what is wrong with this Python, or None."""
+    if sys.version_info[:2] >= OLDEST_PYTHON:
+        return None
+    oldest = ".".join(map(str, OLDEST_PYTHON))
+    found = ".".join(map(str, sys.version_info[:3]))
+    return (
+        f"Python {found} is older than {oldest}, the oldest that Isthmus works with; to fix it: "
+        f"python{oldest} -m venv .venv && .venv/bin/pip install isthmus"
+    )
+
+
+def package_fault(package: str) -> str | None:
+    """Return what is wrong with torch or JAX, or None; imports nothing."""
+    try:
+        there = package in sys.modules or importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):
+        there = False
+    if not there:
+        needed = f"and Isthmus needs {OLDEST[package]} or newer"
+        return f"{_NAMES[package]} is not installed, {needed}; to fix it: pip install {_requirement(package)}"
+    version = installed_version(package)
+    return None if version is None else _too_old(package, version)
+
+
+def _too_old(package: str, version: str) -> str | None:
+    oldest = OLDEST[package]
+    if release(version) >= release(oldest):
+        return None
+    return (
+        f"{_NAMES[package]} {version} is older than {oldest}, the oldest that Isthmus works with; to fix it: "
+        f"pip install -U {_requirement(package)}"
+    )
+
+
+def _requirement(package: str) -> str:
+    return f"'{package}>={OLDEST[package]}'"
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of a package: that of its module if it is imported, else what its metadata say, else None."""
+    version = getattr(sys.modules.get(package), "__version__", None)
+    if isinstance(version, str):
+        return str(version)
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def release(version: str) -> tuple[int, ...]:
@@ -103,8 +190,12 @@ def release(version: str) -> tuple[int, ...]:
 @functools.cache
 def unchecked() -> tuple[str, ...]:
     """Return the packages that are newer than any release Isthmus was checked with, such as ``torch 2.16.0``."""
-    installed = {package: importlib.metadata.version(package) for package in NEWEST}
-    newer = [package for package, version in installed.items() if release(version) > release(NEWEST[package])]
+    installed = {package: installed_version(package) for package in NEWEST}
+    newer = [
+        package
+        for package, version in installed.items()
+        if version is not None and release(version) > release(NEWEST[package])
+    ]
     return tuple(f"{package} {installed[package]}" for package in newer)
 
 

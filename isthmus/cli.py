@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from isthmus import _upstream
+
 if TYPE_CHECKING:
     from isthmus.coverage import Answer
 
@@ -15,6 +17,11 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 healthy or found, 1 not, 2 misused."""
     arguments = _parser().parse_args(argv)
+    if arguments.run is not _doctor:  # which says all that it finds
+        fault = _upstream.jax_fault()
+        if fault is not None:
+            print(f"isthmus: {fault[0]}", file=sys.stderr)
+            return 1
     code: int = arguments.run(arguments)
     return code
 

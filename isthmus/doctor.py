@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -33,7 +32,14 @@ class Report:
 def examine() -> Report:
     """Run every examination; one that fails is a problem and does not stop the others."""
     report = Report()
-    for examination in (_versions, _devices, _registry, _smoke, _private_names):
+    _guarded(report, _versions)
+    fault = _upstream.jax_fault()
+    if fault is not None:
+        # The rest would fail with these words, too. A JAX whose version says it all has its line already.
+        if not any(fault[0] in problem for problem in report.problems):
+            report.problem("jax", fault[0])
+        return report
+    for examination in (_devices, _registry, _smoke, _private_names):
         _guarded(report, examination)
     return report
 
@@ -51,14 +57,13 @@ def _guarded(report: Report, examination: Callable[[Report], None]) -> None:
 def _versions(report: Report) -> None:
     report.say("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     for package in ("isthmus", "torch", "jax", "jaxlib", "numpy"):
-        try:
-            found = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
+        found = _upstream.installed_version(package)
+        newest = _upstream.NEWEST.get(package)
+        fault = _upstream.package_fault(package) if package in _upstream.OLDEST else None
+        if fault is not None:
+            report.problem(package, fault)
+        elif found is None:
             report.problem(package, "is not installed; to fix it: pip install isthmus")
-            continue
-        oldest, newest = _upstream.OLDEST.get(package), _upstream.NEWEST.get(package)
-        if oldest is not None and _upstream.release(found) < _upstream.release(oldest):
-            report.problem(package, f"{found} is older than {oldest}; to fix it: pip install -U {package}")
         elif newest is not None and _upstream.release(found) > _upstream.release(newest):
             report.say(package, f"{found}, newer than {newest}, the newest that Isthmus was checked with")
         else:

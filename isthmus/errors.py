@@ -23,6 +23,10 @@ class RegistrationError(IsthmusError):
     """The device was registered too late, or something else already took its place."""
 
 
+class SetupError(RegistrationError, ImportError):
+    """Python, torch or JAX is missing, broken or too old for the device."""
+
+
 class SchemaError(IsthmusError, TypeError):
     """A lowering does not fit the schema of the op it was registered for."""
 
@@ -55,6 +59,10 @@ class TracedValueError(IsthmusError):
 
 class VersionWarning(UserWarning):
     """The installed torch or JAX is newer than any release that Isthmus was checked with."""
+
+
+class ConfigWarning(UserWarning):
+    """An environment variable of Isthmus's has a value or a name that it does not know."""
 
 
 def first_line(text: str) -> str:

@@ -253,6 +253,12 @@ class Model(torch.nn.Module):
         return {"rows": rows * scale, "count": ids.sum()}
 made = Model()
 number = lambda: 3
+class Picky(torch.nn.Module):
+    def __init__(self, size):
+        super().__init__()
+class Many(torch.nn.Module):
+    def forward(self, *args):
+        return args[0]
 """
 
 
@@ -290,35 +296,93 @@ def test_export_takes_an_example_from_a_file(model: Path, capsys: pytest.Capture
     assert (model / "one.isthmus").is_file()
 
 
+EXPORT = ["export", "isthmus_cli_model:made", "--args"]
+FITTING = [*EXPORT, "i64[2]", "f32[1]", "-o", "out"]
+
+
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (["export", "isthmus_cli_model"], "is no MODULE:ATTR"),
-        (["export", "isthmus_cli_model:none"], "isthmus_cli_model:none was not found"),
-        (["export", "no_such_module:x"], "no_such_module:x was not found"),
-        (["export", "isthmus_cli_model:number"], "gives int, which is no torch.nn.Module"),
-        (["export", "isthmus_cli_model:made", "--args", "f33[2]"], "'f33[2]' is no input"),
-        (["export", "isthmus_cli_model:made", "--args", "f32[a]"], "'a' in 'f32[a]' is no size"),
-        (["export", "isthmus_cli_model:made", "--args", "no.npy"], "no.npy cannot be read as an array"),
-        (["export", "isthmus_cli_model:made", "--args", "i64[2]"], "torch.export refused the model"),
+        (["export", "isthmus_cli_model", "-o", "out"], "is no MODULE:ATTR"),
+        (["export", "isthmus_cli_model:none", "-o", "out"], "isthmus_cli_model:none was not found"),
+        (["export", "no_such_module:x", "-o", "out"], "no_such_module:x was not found"),
+        (["export", "isthmus_cli_model:number", "-o", "out"], "gives int, which is no torch.nn.Module"),
+        (["export", "isthmus_cli_model:torch", "-o", "out"], "is module, which is no torch.nn.Module"),
+        (
+            ["export", "isthmus_cli_model:Picky", "-o", "out"],
+            "Picky() raised TypeError: Picky.__init__() missing",
+        ),
+        (
+            ["export", "isthmus_cli_broken:x", "-o", "out"],
+            "importing isthmus_cli_broken raised ZeroDivisionError",
+        ),
+        ([*EXPORT, "f33[2]", "-o", "out"], "'f33[2]' is no input"),
+        ([*EXPORT, "f32[a]", "-o", "out"], "'a' in 'f32[a]' is no size"),
+        ([*EXPORT, "i64[n=8..4]", "-o", "out"], "n=8..4 ends below where it begins"),
+        ([*EXPORT, "i64[n=2]", "f32[n=3]", "-o", "out"], "gives n two values, 2 and 3"),
+        ([*EXPORT, "no.npy", "-o", "out"], "no.npy cannot be read as an array"),
+        ([*EXPORT, "words.npy", "-o", "out"], "words.npy holds <U1, which no tensor has"),
+        ([*EXPORT, "-o", "out"], "expected at least one argument"),
+        ([*EXPORT, "i64[2]", "f32[1]", "f32[1]", "-o", "out"], "too many positional arguments"),
+        ([*EXPORT, "i64[2]", "size=f32[1]", "-o", "out"], "got an unexpected keyword argument 'size'"),
+        ([*EXPORT, "i64[2]", "scale=f32[1]", "scale=f32[1]", "-o", "out"], "two inputs called scale"),
+        (["export", "isthmus_cli_model:made", "-o", "out"], "missing a required argument: 'ids'"),
+        (["export", "isthmus_cli_model:Many", "--args", "f32[n=2]", "-o", "out"], "takes *args"),
+        ([*FITTING, "--platforms", "cpu,gpu"], "'gpu' is no platform; choose from cpu, cuda, rocm, tpu"),
+        ([*FITTING, "--platforms", ","], "'', '' is no platform"),
+        ([*FITTING[:-1], "words.npy"], "words.npy: is a file; name a folder"),
+        ([*FITTING[:-1], "folder.isthmus"], "folder.isthmus: is a folder"),
+        ([*FITTING[:-1], "words.npy/x"], "there is no folder"),
         (["run", "nothing"], "there is no nothing"),
         (["run", "."], "is no program that isthmus.export wrote"),
+        (["run", ".", "-o", "no/such/place.npz"], "there is no folder"),
+        (["run", ".", "-o", "folder"], "folder.npz: is a folder"),
     ],
 )
-def test_export_and_run_say_what_is_wrong(
+def test_misuse_of_export_and_run_is_a_line_and_exit_code_two(
     command: list[str], words: str, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*command, *(["-o", "out"] if command[0] == "export" else [])]) == 1
+    (model / "isthmus_cli_broken.py").write_text("x = 1 / 0")
+    np.save(model / "words.npy", np.array(["a"]))
+    for name in ("folder.isthmus", "folder.npz"):
+        (model / name).mkdir()
+    before = sorted(model.iterdir())
+    try:
+        code = main(command)
+    except SystemExit as stopped:
+        code = stopped.code
     said = capsys.readouterr()
+    assert code == 2, said.err
     assert words in said.err
+    assert "Traceback" not in said.err
     assert not said.out
+    left = [path for path in sorted(model.iterdir()) if path.name != "__pycache__"]
+    assert left == before, "something was written"
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="a folder nobody can write to, not even root")
+@pytest.mark.parametrize("path", ["/proc/out", "/proc/out.isthmus"])
+def test_export_looks_whether_it_can_write(
+    path: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*FITTING[:-1], path]) == 2
+    assert "nothing can be written to /proc" in capsys.readouterr().err
+
+
+def test_a_model_that_torch_refuses_is_no_misuse(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*EXPORT, "i64[2]", "-o", "out"]) == 1
+    assert "torch.export refused the model" in capsys.readouterr().err
 
 
 def test_run_says_what_is_wrong_with_the_inputs(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["export", "isthmus_cli_model:made", "--args", "i64[2]", "f32[1]", "-o", "out"]) == 0
+    assert main(FITTING) == 0
     np.save(model / "ids.npy", np.array([1.0, 8.0]))
     capsys.readouterr()
-    assert main(["run", "out", "--input", "ids.npy"]) == 1
+    assert main(["run", "out", "--input", "ids.npy"]) == 2
     assert "the program takes ['ids', 'scale']; it got 1 unnamed" in capsys.readouterr().err
-    assert main(["run", "out", "--input", "ids.npy", "--input", "scale=ids.npy"]) == 1
+    assert main(["run", "out", "--input", "ids.npy", "--input", "scale=ids.npy"]) == 2
     assert "input ['ids'] must be int64[2]" in capsys.readouterr().err
+    np.save(model / "ids.npy", np.array([1, 99]))
+    np.save(model / "scale.npy", np.array([2.0], np.float32))
+    assert main(["run", "out", "--input", "ids.npy", "--input", "scale=scale.npy"]) == 1
+    assert "out of range" in capsys.readouterr().err

@@ -437,7 +437,9 @@ def test_sizes_that_vary_get_no_guard() -> None:
         graphs.append(module)
         return module.forward
 
-    compiled = torch.compile(lambda x: x.nonzero() + x.shape[0], backend=backend, dynamic=True, fullgraph=True)
+    compiled = torch.compile(
+        lambda x: x.nonzero() + x.shape[0], backend=backend, dynamic=True, fullgraph=True
+    )
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         for size in (3, 5, 7):
             assert compiled(torch.ones(size)).shape == (size, 1)

@@ -154,6 +154,57 @@ def test_layouts_that_are_fine_leave_others_refused() -> None:
     assert base.tolist() == [0, 1, 0, 0, 0, 0, 0, 0]
 
 
+# Ops that read ``x`` by indices ``i`` and write to ``out``.
+SHARED: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
+    "gather": lambda x, out, i: torch.gather(x, 0, i, out=out),
+    "take": lambda x, out, i: torch.take(x, i, out=out),
+    "index_select": lambda x, out, i: torch.index_select(x, 0, i, out=out),
+    "cat": lambda x, out, i: torch.cat([x[:2], x[2:]], out=out),
+    "masked_select": lambda x, out, i: torch.masked_select(x, i == 0, out=out),
+    "sort": lambda x, out, i: torch.sort(x, out=(out, i)),
+    "topk": lambda x, out, i: torch.topk(x, 3, out=(out, i)),
+    "kthvalue": lambda x, out, i: torch.kthvalue(x.view(1, 3), 1, 0, out=(out, i)),
+    "where": lambda x, out, i: torch.where(i == 0, x, x + 1, out=out),
+    "scatter_": lambda x, out, i: out.scatter_(0, i, x),
+    "scatter_add_": lambda x, out, i: out.scatter_add_(0, i, x),
+    "scatter_reduce_": lambda x, out, i: out.scatter_reduce_(0, i, x, "sum"),
+    "index_put_": lambda x, out, i: out.index_put_((i,), x),
+    "put_": lambda x, out, i: out.put_(i, x),
+}
+
+
+@pytest.mark.usefixtures("lenient")
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+@pytest.mark.parametrize("name", SHARED)
+def test_shared_memory_is_refused_also_after_a_call_that_was_fine(name: str, mode: str) -> None:
+    """Every call has tensors of the same sizes: only where they lie tells them apart."""
+
+    def said(device: str, mode: str) -> list[str]:
+        def make(x: Tensor, out: Tensor) -> Any:
+            result = SHARED[name](x, out, torch.zeros(3, dtype=i64).to(device))
+            return [t.tolist() for t in (result if isinstance(result, tuple) else [result])]
+
+        base = torch.zeros(9).to(device)
+        found = []
+        for x, out in [
+            (base[:3], base[4:7]),
+            (base[:3], base[1:4]),
+            (base[:3], base[:3]),
+            (base[:3], base[4:5].expand(3)),
+            (base[:1].expand(3), base[4:7]),
+        ]:
+            try:
+                found.append(str(in_mode(lambda x=x, out=out: make(x, out), mode)()))
+            except RuntimeError as error:
+                found.append(str(error).split(". ")[0].split(" (recorded")[0])
+        assert base.tolist() == [0] * 9
+        return found
+
+    want = said("cpu", "eager")
+    assert said("jax", mode) == want
+    assert any("unsupported operation" in words for words in want), want
+
+
 def test_half_types_work_where_the_cpu_has_no_kernel() -> None:
     x = torch.tensor([[4.0, 1.0], [1.0, 3.0]], dtype=torch.float16)
     with pytest.raises(RuntimeError, match="not implemented for 'Half'"):
@@ -252,6 +303,16 @@ def test_calls_made_at_random_are_refused_as_on_the_cpu(seed: int, record_proper
     record_property("refusals", str(tally))
     assert not tally.unlisted, "\n".join([str(tally), *tally.unlisted])
     # Ninety-nine of a hundred agree; a chunk is small enough for one more to differ by chance.
+    assert tally.counts["differ"] <= 1 + refusals.CHUNK // 100, tally.listed
+
+
+@pytest.mark.usefixtures("lenient")
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.slow) for seed in range(15)])
+def test_calls_whose_tensors_share_memory_are_refused_as_on_the_cpu(seed: int) -> None:
+    tally = refusals.Tally()
+    for call in refusals.calls(seed, refusals.CHUNK, "share"):
+        tally.add(call)
+    assert not tally.unlisted, "\n".join([str(tally), *tally.unlisted])
     assert tally.counts["differ"] <= 1 + refusals.CHUNK // 100, tally.listed
 
 

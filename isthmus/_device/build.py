@@ -113,7 +113,11 @@ def _choose(kernel: Kernel, inputs: list[Any], values: Values, traced: bool, fin
         result = found[0] if found is not None else ()
         warned = refusals.check(kernel.op, values, not traced, meta, result)
         try:
-            return refusals.warning(finish(Builder(kernel, tier, inputs, values, found, traced)), warned)
+            builder = Builder(kernel, tier, inputs, values, found, traced)
+            mutation = builder.mutation
+            prepares = mutation is not None and mutation.needs_preparation
+            plan = mutation.preparing(kernel) if mutation is not None and prepares else finish(builder)
+            return refusals.warning(plan, warned)
         except torch.OutOfMemoryError:
             raise  # the CPU might try, and take the machine's memory
         except Exception as error:
@@ -127,10 +131,13 @@ def _choose(kernel: Kernel, inputs: list[Any], values: Values, traced: bool, fin
     if traced:
         raise IsthmusError(f"{kernel.op} cannot run inside a trace: {reason}")
     fallback.permit(kernel.op, kernel.schema.named(values), reason)
-    plan: Plan = lambda _, values: fallback.run(kernel.op, values, reason)  # noqa: E731
+
+    def on_cpu(_: list[Any], values: Values) -> Any:
+        return fallback.run(kernel.op, values, reason)
+
     if passing:
-        raise PassingFailure(plan)
-    return plan
+        raise PassingFailure(on_cpu)
+    return on_cpu
 
 
 class PassingFailure(Exception):
@@ -169,11 +176,21 @@ class Builder:
         self.mutation = Mutation(kernel.op, self.slots, values, found) if self.schema.mutated else None
         if self.mutation is not None and not self.inferred and self.schema.has_out:
             self.mutation.resize(self._computed_specs())
+        elif self.mutation is not None and any(self.mutation.resized):
+            self.mutation.lay_out(self._resized_specs(values))
         self.errors: list[tuple[type[Exception], str]] = []
         self.computed: list[Any] = []
         self.fresh = self._fresh_specs()
         made = [*self.fresh, *(self.mutation.resized if self.mutation is not None else [])]
         memory.require_room([(spec.size, spec.dtype) for spec in made if spec is not None])
+
+    def _resized_specs(self, values: Values) -> list[Spec | None]:
+        """Return how torch lays out targets that are resized: as the CPU does, or as the op without ``out=`` does."""
+        assert self.mutation is not None
+        after = refusals.resized_as(self.op, values)
+        if after:
+            return [Spec.of(target) for target in self.mutation.locate(after)]
+        return inference.of_functional(self.op, self.kernel.functional, values)
 
     def _fresh_specs(self) -> list[Spec | None]:
         """Return the spec of each new tensor of the result."""
@@ -219,7 +236,7 @@ class Builder:
                 f"the lowering of {self.op} gave {len(results)} results where torch gives {count}"
             )
         fresh = [store(r, s, self.op) for r, s in zip(results, self.fresh, strict=False) if s is not None]
-        written = [] if self.mutation is None else self.mutation.write(results[count:], inputs)
+        written = [] if self.mutation is None else self.mutation.write(results[count:], inputs, self.traced)
         self.errors = found.errors
         return (*fresh, *written, *found.flags)
 

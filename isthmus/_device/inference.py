@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 from isthmus._device.buffer import buffer_of, storage_length
 from isthmus._device.private import below_autograd, without_torch_function
 from isthmus._graph.layout import Spec, contiguous_strides, is_dense
-from isthmus._graph.schema import schema_of
+from isthmus._graph.schema import ABSENT, schema_of
 
 META_DEVICE = torch.device("meta")
 Result = TypeVar("Result")
@@ -64,6 +64,21 @@ def infer(
         if not _has_scalars(op, values):
             raise
     return _infer(op, values, share, _on_meta)
+
+
+def of_functional(op: OpOverload, functional: OpOverload, values: tuple[Any, ...]) -> list[Spec | None]:
+    """Return the specs of what the functional form of an ``out=`` op gives for these arguments, if it is known."""
+    if functional is op:
+        return []
+    named = schema_of(op).named(values)
+    arguments = schema_of(functional).arguments
+    if any(a.name not in named for a in arguments if not a.has_default):
+        return []
+    try:
+        found = infer(functional, tuple(named.get(a.name, ABSENT) for a in arguments))
+    except Exception:
+        return []
+    return [] if found is None else specs(found[0])
 
 
 def _has_scalars(op: OpOverload, values: tuple[Any, ...]) -> bool:

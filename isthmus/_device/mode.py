@@ -28,17 +28,18 @@ class Here(threading.local):
 class Mode:
     """The mode of each thread; entries ask ``recording`` first, which costs less than to ask for the thread's own."""
 
-    __slots__ = ("_capture", "_recorder", "default", "materialise", "recording", "recording_entry")
+    __slots__ = ("_capture", "_recorder", "default", "hold", "materialise", "recording", "recording_entry")
 
     def __init__(self) -> None:
         self.default = False
         self.recording = False  # whether a thread was ever lazy
         self._capture: Any = None
         self._recorder = 0
-        self.materialise: Callable[..., None] = lambda _=None: (
-            None
-        )  # this thread's trace, or that of a buffer
+        # Runs what this thread has recorded, or what the thread did that recorded a buffer.
+        self.materialise: Callable[..., None] = lambda buffer=None: None
         self.recording_entry: Any = None
+        # Makes a node the contents of a buffer.
+        self.hold: Callable[[Any, Any], None] = lambda buffer, node: None
 
     @property
     def lazy(self) -> bool:
@@ -51,9 +52,8 @@ class Mode:
             return
         if value:
             self.recording = True
-            here.switch = torch.autograd.set_multithreading_enabled(
-                False
-            )  # from here on, and until ``__exit__``
+            # In force from here on, and until ``__exit__``.
+            here.switch = torch.autograd.set_multithreading_enabled(False)
         else:
             here.switch.__exit__(None, None, None)
         here.lazy = value

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from isthmus._device import generator
+from isthmus._upstream import require_jax
 
 _initialized = True  # torch.utils.checkpoint keeps the generator's state only for a device that says so
 _peak: dict[str, int] = {"bytes": 0}
@@ -174,6 +175,7 @@ def set_rng_state_all(new_states: Any) -> None:
 
 
 def _jax_device() -> Any:
+    require_jax()
     from isthmus._runtime.compiler import default_device
 
     return default_device()

@@ -1,4 +1,11 @@
-"""Mutation rebinds a buffer: in-place and ``out=`` calls compute functionally, then their storages get new values."""
+"""Mutation rebinds a buffer: in-place and ``out=`` calls compute functionally, then their storages get new values.
+
+An ``out=`` of another size is resized. Where it is all of its storage, as ``torch.empty(0)`` is, the result is the new
+storage. Where it is a view, or the storage is longer than the result, the rest of the storage is kept: the target gets
+its new layout first, on a storage that grows if it must, and the call is made again (``preparing``). How long the
+storage has to be depends on where the view begins, which is no part of the key, so one program could not do both. A
+storage of booleans that is written to as bytes becomes one of bytes in the same way.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +20,11 @@ from torch._ops import OpOverload
 
 from isthmus import config
 from isthmus._device import checks, donation
-from isthmus._device.buffer import Buffer, Lost, maker
+from isthmus._device.buffer import Buffer, Lost, buffer_of, maker
 from isthmus._device.plan import Slot, TensorSlot, store
 from isthmus._device.private import become, restride
-from isthmus._graph.layout import Spec
+from isthmus._device.views import holds_booleans, resize_on_storage, store_bytes
+from isthmus._graph.layout import Spec, is_dense, span
 from isthmus._graph.nodes import Node
 from isthmus._graph.schema import schema_of
 from isthmus._ops.common import cast
@@ -26,6 +34,7 @@ from isthmus.errors import LoweringError
 
 if TYPE_CHECKING:
     from isthmus._device.build import Builder, Plan
+    from isthmus._device.dispatch import Kernel
 
 
 class Mutation:
@@ -47,6 +56,9 @@ class Mutation:
         if reread or (any(self.resized) and not schema_of(op).has_out):
             # Some Meta kernels resize what is also read, which torch refuses: the CPU will say so.
             raise LoweringError(f"{op} would resize the tensor it writes to")
+        self.storages = [buffer_of(target).signature for target in targets]
+        self.booleans = [holds_booleans(target) for target in targets]
+        self.repeated = len({id(target) for target in targets}) < len(targets)
 
     def resize(self, specs: Sequence[Spec | None]) -> None:
         """Give the targets of an ``out=`` form the sizes of what is computed; torch could not infer them."""
@@ -57,8 +69,55 @@ class Mutation:
                 for new, old in pairs
             ]
 
-    def write(self, results: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-        """Return the new value of each storage that is written to."""
+    def lay_out(self, specs: Sequence[Spec | None]) -> None:
+        """Give resized targets these strides: Meta kernels resize to rows."""
+        if len(specs) == len(self.resized):
+            self.resized = [
+                replace(old, stride=new.stride) if old and new and new.size == old.size else old
+                for old, new in zip(self.resized, specs, strict=True)
+            ]
+
+    @property
+    def needs_preparation(self) -> bool:
+        """Whether a target's storage must change before the call is made."""
+        if any(self.keeps) and self.repeated:
+            # One tensor cannot have the sizes of two results: the CPU writes the one after the other.
+            raise LoweringError(f"{self.op} would resize a tensor that it writes to twice")
+        return any(self.keeps) or any(self.booleans)
+
+    @property
+    def keeps(self) -> list[bool]:
+        """Which targets are resized on a storage that keeps some of its elements."""
+        return [
+            spec is not None
+            and (
+                len(self.order) < len(self.groups)
+                or slot.offset_index is not None
+                or storage.shrunk
+                or storage.nbytes > span(spec.size, spec.stride) * spec.dtype.itemsize
+                or not is_dense(spec.size, spec.stride)
+            )
+            for spec, slot, storage in zip(self.resized, self.slots, self.storages, strict=True)
+        ]
+
+    def preparing(self, kernel: Kernel) -> Plan:
+        """Return how a call runs that first changes the storages of its targets; then it is made again."""
+        resized = [spec if any(self.keeps) else None for spec in self.resized]
+        booleans, locate = self.booleans, self.locate
+
+        def run(_: list[Any], values: tuple[Any, ...]) -> Any:
+            for target, spec, boolean in zip(locate(values), resized, booleans, strict=True):
+                if boolean and holds_booleans(target):
+                    store_bytes(target)
+                if spec is not None:
+                    resize_on_storage(target, spec.size, spec.stride)
+            args, kwargs = kernel.schema.split(values)
+            return kernel.entry(*args, **kwargs)
+
+        return run
+
+    def write(self, results: Sequence[Any], inputs: Sequence[Any], traced: bool) -> list[Any]:
+        """Return the new value of each storage that is written to; in a trace JAX may want its derivative."""
         if len(results) != len(self.slots):
             raise LoweringError(
                 f"the lowering of {self.op} gave {len(results)} results for {len(self.slots)} targets"
@@ -69,7 +128,7 @@ class Mutation:
             if spec is not None:
                 written[group] = store(cast(new, to_jax_dtype(spec.dtype)), spec, self.op)
             else:
-                written[group] = slot.write(written.get(group, inputs[slot.index]), inputs, new)
+                written[group] = slot.write(written.get(group, inputs[slot.index]), inputs, new, traced)
         return [written[group] for group in self.order]
 
     def _check_cast(self, new: Any, dtype: torch.dtype) -> None:

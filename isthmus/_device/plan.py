@@ -34,12 +34,18 @@ class TensorSlot:
         storage = reinterpret(inputs[self.index], to_jax_dtype(self.spec.dtype))
         return strided.read(storage, self.spec.size, self.spec.stride, self.offset(inputs))
 
-    def write(self, storage: Array, inputs: Sequence[Array], new: Array) -> Array:
-        """Return the storage with the view's elements replaced."""
-        dtype = storage.dtype
-        typed = reinterpret(storage, to_jax_dtype(self.spec.dtype))
-        new = jnp.broadcast_to(cast(new, typed.dtype), self.spec.size)
-        written = strided.write(typed, new, self.spec.size, self.spec.stride, self.offset(inputs))
+    def write(
+        self, storage: Array, inputs: Sequence[Array], new: Array, differentiable: bool = True
+    ) -> Array:
+        """Return the storage with the view's elements replaced; every bit of it, unless JAX may differentiate this."""
+        dtype, own = storage.dtype, to_jax_dtype(self.spec.dtype)
+        new = cast(new, own)
+        if dtype != own:
+            new = strided.bits_of(new)
+        typed = reinterpret(storage, new.dtype)
+        new = jnp.broadcast_to(new, self.spec.size)
+        write = strided.write if differentiable else strided.write_bits
+        written = write(typed, new, self.spec.size, self.spec.stride, self.offset(inputs))
         return reinterpret(written, dtype).reshape(storage.shape)
 
     def offset(self, inputs: Sequence[Array]) -> Any:

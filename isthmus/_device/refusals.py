@@ -114,6 +114,19 @@ def check(
     return said
 
 
+def resized_as(op: OpOverload, values: Values) -> Values:
+    """Return the arguments of an ``out=`` call as it leaves them on the CPU, none where it cannot be asked.
+
+    Only the CPU's kernels know how they lay out what they resize; Meta kernels resize to rows.
+    """
+    make, _ = _choice(op, values)
+    if make is not stand_ins or not _is_sound(op, values):
+        return ()
+    made = stand_ins(values)
+    _, error = ask(op, made)
+    return made if error is None else ()
+
+
 def _resized(warning: tuple[type[Warning], str], sizes: dict[int, int]) -> tuple[type[Warning], str]:
     """Return a warning about stand-ins with the sizes they stand for."""
     back = {small: large for large, small in sizes.items()}

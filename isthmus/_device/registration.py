@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from _isthmus_autoload import rival
+from _isthmus_autoload import make_room, rival
 from isthmus._device import patches, private
-from isthmus._upstream import DRIFT, not_available, warn_if_unchecked
+from isthmus._upstream import DRIFT, not_available, require_jax, warn_if_unchecked
 from isthmus.errors import RegistrationError
 
 _lock = threading.RLock()
@@ -30,6 +30,7 @@ def register() -> None:
         from isthmus._device import autocast, module, objects, scripted
 
         _state["guard"] = _Guard()
+        make_room()
         _setup_privateuseone_for_python_backend(
             "jax", backend_module=module, hook=_Hooks(), device_guard=_state["guard"]
         )
@@ -97,6 +98,7 @@ def load() -> None:
     _check_in_time()
     if "autocast" in _state:
         return
+    require_jax()
     with _lock:
         before = set(sys.modules)
         try:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch._ops import OpOverload
 
-from isthmus._device import refusals
+from isthmus._device import refusals, writes
 from isthmus._device.buffer import wrap, wrap_strided
 from isthmus._device.generations import Generations
 from isthmus._device.inference import Warnings
@@ -49,6 +49,8 @@ class SizedKernel:
     def _run(self, arguments: dict[str, Any], values: tuple[Any, ...]) -> Any:
         from isthmus._device.transfer import array_of
 
+        if self.schema.mutated:
+            writes.check_each(self.op, values)
         targets = [arguments.pop(name) for name in self.schema.mutated]
         names = [n for n, v in arguments.items() if isinstance(v, torch.Tensor)]
         arrays = [array_of(arguments.pop(name)) for name in names]

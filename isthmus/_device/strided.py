@@ -87,6 +87,27 @@ def write(value: Array, new: Array, size: Ints, stride: Ints, offset: Any = 0) -
     return written.reshape(-1)[: math.prod(value.shape)].reshape(value.shape)
 
 
+def write_bits(value: Array, new: Array, size: Ints, stride: Ints, offset: Any = 0) -> Array:
+    """Do what ``write`` does and keep the bits of every nan; has no derivative."""
+    bits = value if value.dtype == jnp.bool_ else bits_of(value)
+    if bits is value:
+        return write(value, new, size, stride, offset)
+    return lax.bitcast_convert_type(write(bits, bits_of(new), size, stride, offset), value.dtype)
+
+
+def bits_of(value: Array) -> Array:
+    """Return floats of one or two bytes as integers, and booleans as bytes; other values as they are.
+
+    On the CPU XLA moves such floats as wider ones, which changes the bits of nans: integers that lie in the same
+    storage would change. Bytes seen as booleans would become zeros and ones.
+    """
+    if value.dtype == jnp.bool_:
+        return value.astype(jnp.uint8)
+    if value.dtype.itemsize > 2 or not jnp.issubdtype(value.dtype, jnp.floating):
+        return value
+    return lax.bitcast_convert_type(value, jnp.uint8 if value.dtype.itemsize == 1 else jnp.uint16)
+
+
 def find_grid(shape: Ints, size: Sequence[int], stride: Sequence[int], offset: int) -> Grid | None:
     """Return a grid over a storage of this shape in which the view is a slice of each axis, or None."""
     base = [s for s, n in zip(contiguous_strides(shape), shape, strict=True) if n > 1]

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
+import numpy as np
 import torch
 from torch import Tensor
 
-from isthmus._device import objects
-from isthmus._device.buffer import buffer_of, storage_length
+from isthmus._device import mode, objects
+from isthmus._device.buffer import Signature, buffer_of, storage_length
 from isthmus._device.private import META, become, empty_tensor, redispatch_to_meta, restride
 from isthmus._graph.layout import contiguous_strides, span
 from isthmus._graph.names import aten as _aten
+from isthmus._graph.nodes import Node
 from isthmus._runtime import memory
-from isthmus._runtime.compiler import scoped_x64
+from isthmus._runtime.dtypes import to_torch_dtype
 
 
 def as_strided(self: Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> Tensor:
@@ -55,9 +58,14 @@ def resize_(self: Tensor, size: Any, *, memory_format: Any = None) -> Tensor:
         stride = torch.empty(size, device="meta", memory_format=memory_format).stride()
     else:
         stride = contiguous_strides(size)
-    offset = int(self.storage_offset())
-    _grow(self, offset + span(size, stride))
-    return become(self, restride(self, size, stride, offset))
+    return resize_on_storage(self, size, stride)
+
+
+def resize_on_storage(tensor: Tensor, size: Any, stride: Any) -> Tensor:
+    """Lay a tensor out anew from where it begins on its storage, which keeps its elements and grows if it must."""
+    offset = int(tensor.storage_offset())
+    _grow(tensor, offset + span(size, stride))
+    return become(tensor, restride(tensor, size, stride, offset))
 
 
 def _grow(tensor: Tensor, length: int) -> None:
@@ -70,8 +78,33 @@ def _grow(tensor: Tensor, length: int) -> None:
         raise RuntimeError(f"Storage size calculation overflowed: {length} elements of {width} bytes")
     memory.require(length * width)
     more = -(-missing * width // buffer.signature.dtype.itemsize)
-    with scoped_x64():
-        buffer.rebind(jnp.pad(buffer.value.reshape(-1), (0, more)))
+    _exchange(tensor, lambda flat: _aten.constant_pad_nd.default(flat, [0, more]))
+
+
+def holds_booleans(tensor: Tensor) -> bool:
+    """Return whether a tensor of another dtype lies on a storage of booleans, which have one bit where it has eight."""
+    return tensor.dtype != torch.bool and buffer_of(tensor).signature.dtype == np.bool_
+
+
+def store_bytes(tensor: Tensor) -> None:
+    """Let a storage of booleans hold bytes, so that what is written to it as another dtype can be read back."""
+    _exchange(tensor, lambda flat: _aten._to_copy.default(flat, dtype=torch.uint8))
+
+
+def _exchange(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> None:
+    """Give a storage the contents that ``change`` makes of those it has: an op like any other, recorded if ops are."""
+    buffer = buffer_of(tensor)
+    before = buffer.signature
+    count = math.prod(before.shape)
+    flat = restride(attach_to(to_torch_dtype(before.dtype), tensor.untyped_storage()), (count,), (1,))
+    made = buffer_of(change(flat))
+    if type(made.held) is Node:
+        mode.current.hold(buffer, made.held)
+    else:
+        buffer.held = made.held
+    after = made.signature
+    # Of a storage that was made shorter, others may show more than it has now.
+    buffer.signature = Signature.intern(after.shape, after.dtype, after.traced, before.shrunk)
 
 
 def set_tensor_(self: Tensor, source: Tensor) -> Tensor:

@@ -28,6 +28,15 @@ def check_new(op: OpOverload, values: Values) -> None:
         check_aliases(op, values)
 
 
+def check_each(op: OpOverload, values: Values) -> None:
+    """Raise what torch raises for a call that writes, made by a kernel that has no plans."""
+    targets = _targets(op, values)
+    if any(_repeats(target) for target in targets):
+        _ask(op, values)
+    elif _share(targets, values):
+        check_aliases(op, values)
+
+
 def _targets(op: OpOverload, values: Values) -> list[Tensor]:
     bound = schema_of(op).named(values)
     return tensors_of(tuple(bound[name] for name in schema_of(op).mutated))

@@ -14,6 +14,7 @@ from isthmus._device import mode
 from isthmus._device.buffer import buffer_of
 from isthmus._device.entry import alias_pattern, static_part
 from isthmus._device.private import likeness
+from isthmus._device.views import holds_booleans, store_bytes
 from isthmus._dynamo import crossing
 from isthmus._dynamo.options import Options
 from isthmus._dynamo.random import NO_WORDS, Draw
@@ -48,6 +49,9 @@ class Program:
         last = self.last
         sources = last.sources(args) if last is not None else None
         if last is None or sources is None:
+            for target in [args[at] for at in self.targets]:
+                if target.device.type == "jax" and holds_booleans(target):
+                    store_bytes(target)  # so that what is written is what is read
             key, sources = _gather(args)
             run = self._find(key, args, sources)
         else:

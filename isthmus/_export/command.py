@@ -1,4 +1,8 @@
-"""``isthmus export`` and ``isthmus run``: models written as programs, and programs run on arrays of files."""
+"""``isthmus export`` and ``isthmus run``: models written as programs, and programs run on arrays of files.
+
+The command line is checked before any work is done: platforms, where the output goes, the inputs, the model and whether
+it takes those inputs. What is wrong there is one line and exit code 2; what fails later is exit code 1.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,10 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Sequence
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,8 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from isthmus._export import api
+from isthmus._export.container import SUFFIX
 from isthmus._runtime import files
-from isthmus.errors import IsthmusError
+from isthmus.errors import IsthmusError, first_line
 
 _DTYPES = {
     "f64": torch.float64,
@@ -32,19 +40,23 @@ _DTYPES = {
     "bool": torch.bool,
     "c64": torch.complex64,
 }
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 _SPEC = re.compile(r"(\w+)\[(.*)\]")
 _SIZE = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<size>\d+)(?:\.\.(?P<high>\d+))?")
 
 
 class _Misuse(IsthmusError):
-    """What was asked for on the command line cannot be."""
+    """The command line asks for what cannot be done."""
 
 
 def export(target: str, inputs: Sequence[str], output: str, platforms: str, precompile: bool) -> int:
     """Write a model as a program; return the exit code."""
     try:
-        model, example = _find(target), Example(inputs)
-        chosen = [name.strip() for name in platforms.split(",") if name.strip()] or None
+        chosen = _platforms(platforms)
+        _check_program_path(Path(output))
+        example = Example(inputs)
+        model = _find(target)
+        example.check(model, target)
         made = api.export(
             model,
             tuple(example.args),
@@ -54,76 +66,171 @@ def export(target: str, inputs: Sequence[str], output: str, platforms: str, prec
             precompile=precompile,
             path=output,
         )
-    except IsthmusError as error:
+    except (IsthmusError, OSError) as error:
         return _fail(error)
     print(f"wrote {output} for {', '.join(made.spec['platforms'])}: {_inputs(made.spec)}")
     return 0
 
 
 def run(path: str, inputs: Sequence[str], output: str | None) -> int:
-    """Run a program on arrays of files and tell or write its results; return the exit code."""
+    """Run a program on arrays of files and print or write its results; return the exit code."""
     try:
-        program = api.read(path)
+        if output is not None:
+            _check_array_path(Path(output))
+        program = _checked(lambda: api.read(path))
         args, kwargs = _loaded(inputs)
+        _checked(lambda: program.accept(args, kwargs))
         outputs = program(*args, **kwargs)
+        found = {
+            _label(place): np.asarray(leaf) for place, leaf in jax.tree_util.tree_leaves_with_path(outputs)
+        }
+        if output is not None:
+            # numpy adds the ending to a name, and not to an open file.
+            with files.replacing(output if output.endswith(".npz") else f"{output}.npz") as file:
+                np.savez(file, **found)  # type: ignore[arg-type]
     except (IsthmusError, OSError, ValueError, TypeError, IndexError) as error:
         return _fail(error)
-    found = {_label(place): np.asarray(leaf) for place, leaf in jax.tree_util.tree_leaves_with_path(outputs)}
     for name, array in found.items():
         print(f"{name}: {array.dtype}{list(array.shape)}")
         if output is None:
             print(array)
-    if output is not None:
-        # numpy adds the ending to a name, and not to an open file.
-        with files.replacing(output if output.endswith(".npz") else f"{output}.npz") as file:
-            np.savez(file, **found)  # type: ignore[arg-type]
     return 0
 
 
 def _fail(error: Exception) -> int:
+    """Print what is wrong; return 2 if it is the command line, 1 if it is the work."""
     print(
         f"isthmus: {str(error).removeprefix('isthmus.export: ').removeprefix('isthmus.load: ')}",
         file=sys.stderr,
     )
-    return 1
+    return 2 if isinstance(error, _Misuse) else 1
 
 
-def _find(target: str) -> Any:
+def _checked(look: Callable[[], Any]) -> Any:
+    """Return what a function that looks at a file or an input returns; what it refuses is a misuse."""
+    try:
+        return look()
+    except (IsthmusError, OSError, ValueError, TypeError) as error:
+        raise _Misuse(str(error)) from error
+
+
+def _platforms(text: str) -> list[str] | None:
+    """Return the platforms that a list names, or None for the one at hand."""
+    if not text:
+        return None
+    names = [name.strip() for name in text.split(",")]
+    unknown = [name for name in names if name not in PLATFORMS]
+    if unknown:
+        named = ", ".join(repr(name) for name in unknown)
+        raise _Misuse(f"--platforms {text}: {named} is no platform; choose from {', '.join(PLATFORMS)}")
+    return list(dict.fromkeys(names))
+
+
+def _check_program_path(path: Path) -> None:
+    """Raise unless a program can be written to a path: a folder that is made if need be, or a file.isthmus."""
+    if path.suffix == SUFFIX and path.is_dir():
+        raise _Misuse(f"-o {path}: is a folder, and a name that ends in {SUFFIX} is that of a file")
+    if path.suffix != SUFFIX and path.exists() and not path.is_dir():
+        raise _Misuse(f"-o {path}: is a file; name a folder, or a file that ends in {SUFFIX}")
+    _check_writable(path, makes_folders=True)
+
+
+def _check_array_path(path: Path) -> None:
+    """Raise unless arrays can be written to a file of this name."""
+    path = path if path.suffix == ".npz" else path.with_name(path.name + ".npz")  # as NumPy will
+    if path.is_dir():
+        raise _Misuse(f"-o {path}: is a folder; name a file that ends in .npz")
+    _check_writable(path, makes_folders=False)
+
+
+def _check_writable(path: Path, makes_folders: bool) -> None:
+    """Raise unless a file or folder at ``path`` can be made or replaced."""
+    if path.is_file() and not os.access(path, os.W_OK):
+        raise _Misuse(f"-o {path}: the file is there already and cannot be written to")
+    folder = path if path.is_dir() else path.absolute().parent
+    while makes_folders and not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir():
+        raise _Misuse(f"-o {path}: there is no folder {folder}")
+    try:
+        # Permissions do not tell all: of a read-only file system, or of the superuser.
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise _Misuse(f"-o {path}: nothing can be written to {folder} ({error.strerror})") from error
+
+
+def _find(target: str) -> nn.Module:
     """Return the model that ``module:attr`` names, ready to compute."""
     module, _, path = target.partition(":")
     if not module or not path:
         raise _Misuse(f"{target!r} is no MODULE:ATTR, such as mypackage.models:make_model")
     sys.path.insert(0, os.getcwd())
     try:
-        found: Any = importlib.import_module(module)
+        model: Any = importlib.import_module(module)
         for part in path.split("."):
-            found = getattr(found, part)
+            model = getattr(model, part)
     except (ImportError, AttributeError) as error:
         raise _Misuse(f"{target} was not found: {error}") from error
+    except Exception as error:
+        raise _Misuse(f"{target}: importing {module} raised {_raised(error)}") from error
     finally:
         sys.path.pop(0)
-    model = found if isinstance(found, nn.Module) else found()
+    if not isinstance(model, nn.Module):
+        if not callable(model):
+            raise _Misuse(f"{target} is {type(model).__name__}, which is no torch.nn.Module")
+        try:
+            model = model()
+        except Exception as error:
+            raise _Misuse(f"{target}() raised {_raised(error)}") from error
     if not isinstance(model, nn.Module):
         raise _Misuse(f"{target} gives {type(model).__name__}, which is no torch.nn.Module")
     return model.eval()
 
 
+def _raised(error: Exception) -> str:
+    """Return an exception of a user's code in a line, with the place it comes from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {first_line(str(error))}{place}"
+
+
 class Example:
-    """Inputs as the command line tells them: tensors, and which of their sizes are dynamic."""
+    """Inputs as the command line names them: tensors, and which of their sizes are dynamic."""
 
     def __init__(self, inputs: Sequence[str]) -> None:
         self.args: list[Tensor] = []
         self.kwargs: dict[str, Tensor] = {}
         self.dims: dict[str, Any] = {}
+        self._sizes: dict[str, tuple[int, int | None]] = {}
         self._shapes: dict[Any, dict[int, Any]] = {}
         for text in inputs:
             name, spec = _named(text)
             key = len(self.args) if name is None else name
+            if key in self._shapes:
+                raise _Misuse(f"--args has two inputs called {name}")
             tensor, self._shapes[key] = self._tensor(spec)
             if name is None:
                 self.args.append(tensor)
             else:
                 self.kwargs[name] = tensor
+
+    def check(self, model: nn.Module, target: str) -> None:
+        """Raise unless the model takes such inputs by position and by name."""
+        signature = inspect.signature(model.forward)
+        try:
+            signature.bind(*self.args, **self.kwargs)
+        except TypeError as error:
+            takes = ", ".join(signature.parameters) or "nothing"
+            raise _Misuse(
+                f"--args does not fit {target}: {error}; its forward takes {takes}, and --args gives "
+                f"{len(self.args)} unnamed and {', '.join(self.kwargs) or 'none'} by name"
+            ) from error
+        kinds = [p.kind for p in list(signature.parameters.values())[: len(self.args)]]
+        if self.dims and (len(kinds) < len(self.args) or inspect.Parameter.VAR_POSITIONAL in kinds):
+            raise _Misuse(
+                f"--args gives sizes names, and {target} takes *args: only inputs with names have them"
+            )
 
     def shapes(self, model: nn.Module) -> Any:
         """Return torch's ``dynamic_shapes``, or None where every size is fixed."""
@@ -137,7 +244,11 @@ class Example:
     def _tensor(self, text: str) -> tuple[Tensor, dict[int, Any]]:
         """Return an input and its dynamic dims."""
         if text.endswith(".npy"):
-            return torch.from_numpy(_array(text)), {}
+            array = _array(text)
+            try:
+                return torch.from_numpy(array), {}
+            except TypeError as error:
+                raise _Misuse(f"{text} holds {array.dtype}, which no tensor has") from error
         match = _SPEC.fullmatch(text)
         if match is None or match[1] not in _DTYPES:
             raise _Misuse(
@@ -150,11 +261,24 @@ class Example:
                 raise _Misuse(f"{part!r} in {text!r} is no size: write 8, batch=8, or length=8..64")
             sizes.append(int(size["size"]))
             if size["name"]:
-                high = int(size["high"]) if size["high"] else None
-                dims[at] = self.dims.setdefault(size["name"], torch.export.Dim(size["name"], max=high))
+                dims[at] = self._dim(size["name"], int(size["size"]), size["high"])
         dtype = _DTYPES[match[1]]
         drawn = dtype.is_floating_point or dtype.is_complex
         return torch.randn(sizes, dtype=dtype) if drawn else torch.zeros(sizes, dtype=dtype), dims
+
+    def _dim(self, name: str, size: int, limit: str | None) -> Any:
+        """Return the dynamic dim of a name, which has one size in the example and one limit."""
+        high = int(limit) if limit else None
+        if high is not None and high < size:
+            raise _Misuse(f"--args: {name}={size}..{high} ends below where it begins")
+        known = self._sizes.setdefault(name, (size, high))
+        if known[0] != size or (high is not None and known[1] != high):
+            raise _Misuse(f"--args gives {name} two values, {_range(*known)} and {_range(size, high)}")
+        return self.dims.setdefault(name, torch.export.Dim(name, max=high))
+
+
+def _range(size: int, high: int | None) -> str:
+    return str(size) if high is None else f"{size}..{high}"
 
 
 def _named(text: str) -> tuple[str | None, str]:

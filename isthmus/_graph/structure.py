@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -108,8 +109,32 @@ def replaces(storage: Type, spec: Spec, offset: bool) -> list[Call] | None:
     return calls if now.size == storage.size else [*calls, view(now, storage.size)]
 
 
+def written_as(storage: Type, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which elements of a dtype are written to a storage of another one.
+
+    Seen as booleans, the bytes beside them would become zeros and ones; and a backend may change the bits of nans where
+    it moves narrow floats, which are no nans as the storage's own dtype.
+    """
+    if dtype == storage.dtype:
+        return dtype
+    if dtype == torch.bool or (dtype.is_floating_point and dtype.itemsize == 1):
+        return torch.uint8
+    return torch.int16 if dtype.is_floating_point and dtype.itemsize == 2 else dtype
+
+
+def bits(value: Type, dtype: torch.dtype) -> list[Call]:
+    """Return the call that gives a value the dtype it is written as, if it needs one."""
+    if value.dtype == torch.bool or value.dtype == dtype:
+        return cast(value, dtype)
+    return [call_of(_aten.view.dtype, {"self": Input(0), "dtype": dtype}, [Type(value.size, dtype)])]
+
+
 def scatter(storage: Type, spec: Spec, offset: bool) -> tuple[list[Call], Call, list[Call]]:
-    """Return the calls before, at and after a write: the storage in the view's dtype, the write, the way back."""
+    """Return the calls before, at and after a write: the storage in the view's dtype, the write, the way back.
+
+    What is written has the dtype that ``written_as`` says.
+    """
+    spec = replace(spec, dtype=written_as(storage, spec.dtype))
     before, typed = _typed(storage, spec.dtype)
     arguments = {"self": Input(0), "src": Input(1), "size": spec.size, "stride": spec.stride}
     if offset:

@@ -87,13 +87,13 @@ class Capture:
         flat, _ = tree_flatten((args, kwargs))
         self.guard = Guard(self.roots)
         ours = [t for t in flat if _is_ours(t)]
-        layouts = [(_buffer(t), _layout(t)) for t in ours]
+        layouts = [(_buffer(t), _buffer(t).signature, _layout(t)) for t in ours]
         leaves = [t for t in ours if t.is_leaf and t.requires_grad]
         grads = [(t, t.grad) for t in [*self.guard.parameters, *leaves]]
         start = generator.state()
         result, born = self._watched(function, args, kwargs)
         try:
-            if [(_buffer(t), _layout(t)) for t in ours] != layouts:
+            if [(_buffer(t), _buffer(t).signature, _layout(t)) for t in ours] != layouts:
                 self.reason = "it gives an argument another layout or storage"
             if any(t.requires_grad and not t.is_leaf for t in ours):
                 self.reason = "an argument is part of an autograd graph from outside"

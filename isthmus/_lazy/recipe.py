@@ -174,13 +174,15 @@ class Recipe:
     def _write(self, resized: Spec | None, slot: TensorSlot, result: Type | None) -> Write:
         assert result is not None
         spec = resized or slot.spec
-        cast = structure.cast(result, spec.dtype)
-        shaped = cast + structure.expand(Type(result.size, spec.dtype), spec.size)
         if resized is not None:
             storage = Type(storage_shape(spec.size, spec.stride), spec.dtype)
             blank = structure.blank(spec)
         else:
             storage, blank = self.types[slot.index], None
+        written = structure.written_as(storage, spec.dtype)
+        cast = structure.cast(result, spec.dtype)
+        cast += structure.bits(Type(result.size, spec.dtype), written)
+        shaped = cast + structure.expand(Type(result.size, written), spec.size)
         offset = None if resized is not None else slot.offset_index
         whole = structure.replaces(storage, spec, offset is not None)
         parts = None if whole is not None else structure.scatter(storage, spec, offset is not None)

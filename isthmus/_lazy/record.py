@@ -5,9 +5,11 @@ from __future__ import annotations
 from isthmus._device import mode
 from isthmus._lazy.programs import materialise
 from isthmus._lazy.recipe import recording_entry
+from isthmus._lazy.trace import trace
 
 
 def install() -> None:
     """Let the device record ops in lazy mode."""
     mode.current.materialise = materialise
+    mode.current.hold = trace.hold
     mode.current.recording_entry = recording_entry

@@ -250,7 +250,7 @@ def _as_strided(self: Array, size: Any, stride: Any, storage_offset: Any) -> Arr
 
 
 def _scatter(self: Array, src: Array, size: Any, stride: Any, storage_offset: Any) -> Array:
-    return strided.write(self, src, tuple(size), tuple(stride), _start(storage_offset))
+    return strided.write_bits(self, src, tuple(size), tuple(stride), _start(storage_offset))
 
 
 def _start(offset: Any) -> Any:

@@ -83,6 +83,7 @@ class Generator:
         self.names = namespace("cpu")
         self.lines: list[str] = []
         self.raises = refusals  # how many lines may raise
+        self.by_line = reads  # otherwise the program becomes a function
         self.count = 0
         kinds = [
             self.start,
@@ -258,6 +259,12 @@ class Generator:
             f"{name}.unsqueeze_({d})", f"{name}.transpose_({d}, {self.dim(x)})",
             f"with torch.no_grad(): {name}.add_({other})", f"with torch.no_grad(): {name}.mul_(2)",
         ]  # fmt: skip
+        apart = self.pick(lambda y: y.untyped_storage().data_ptr() != x.untyped_storage().data_ptr())
+        if apart is not None:  # of any size: the target is resized, and shares no memory with what is read
+            ways += [f"torch.mul({apart}, 2, out={name})", f"torch.sub({apart}, 1, out={name})"]
+        # Not in whole functions: torch.compile raises for an argument of a device in Python whose storage is set.
+        if self.by_line and x.numel() > 1 and not expanded(x):
+            ways.append(f"{name}.resize_({x.numel() - 1})")  # longer, it would show memory nobody wrote to
         if x.dim():
             ways += [
                 f"{name}[0] = {number}", f"{name}[-1] += {number}", f"{name}[..., 0] = {number}",

@@ -4,6 +4,7 @@ A call is a sample of torch's op_db with one change: a tensor's dtype, a size, a
 memory with what. Its name says all of it, so a call that differs is run again by its name alone::
 
     python -m tests.fuzz.refusals --seeds 0 100                 # numbers, and each call that differs
+    python -m tests.fuzz.refusals --seeds 0 15 --change share   # calls whose tensors share memory
     python -m tests.fuzz.refusals index_add/float32/3/dtype/17  # one call
 """
 
@@ -284,6 +285,46 @@ def _inplace_overlap(op: OpInfo, call: Prepared, rng: random.Random) -> Prepared
     return Prepared(written.function, args, kwargs)
 
 
+def _share(op: OpInfo, call: Prepared, rng: random.Random) -> Prepared | None:
+    """Let any two tensors of a call, in place, with ``out=`` or neither, share memory; or let one repeat its own."""
+    forms = [
+        call,
+        call,
+        _inplace(op, call, rng),
+        _with_out(call, lambda t: t, rng) if op.supports_out else None,
+    ]
+    written = rng.choice([form for form in forms[1:] if form is not None])
+    leaves, spec = tree_flatten((written.args, written.kwargs))
+    places = [n for n, leaf in enumerate(leaves) if _is_tensor(leaf)]
+    way = rng.choice(["same", "shifted", "part", "repeats"])
+    if way == "repeats" or len(places) < 2:
+        at = rng.choice(places)
+        tensor = leaves[at].detach()
+        if not tensor.numel() or not tensor.dim():
+            return None
+        leaves[at] = tensor.narrow(rng.randrange(tensor.dim()), 0, 1).expand(tensor.shape)
+    else:
+        one, other = rng.sample(places, 2)
+        tensor, second = leaves[one].detach(), leaves[other].detach()
+        if way == "same":
+            leaves[one] = leaves[other] = tensor.clone()
+        elif way == "part":  # one lies within the other
+            large, small = (one, other) if tensor.numel() >= second.numel() else (other, one)
+            base = leaves[large].detach().clone().contiguous()
+            if base.dtype != leaves[small].dtype or not leaves[small].numel():
+                return None
+            count = leaves[small].numel()
+            leaves[large], leaves[small] = base, base.view(-1)[-count:].view(leaves[small].shape)
+        else:
+            pair = _shifted(tensor, second)
+            if pair is None:
+                return None
+            pair[1].copy_(second)
+            leaves[one], leaves[other] = pair
+    args, kwargs = tree_unflatten(leaves, spec)
+    return Prepared(written.function, args, kwargs)
+
+
 CHANGES: dict[str, Change] = {
     "dtype": Change(_dtype),
     "index": Change(_index),
@@ -295,15 +336,17 @@ CHANGES: dict[str, Change] = {
     "inplace-dtype": Change(_inplace_dtype),
     "inplace-size": Change(_inplace_size),
     "inplace-overlap": Change(_inplace_overlap),
+    "share": Change(_share),
 }
-_WEIGHTS = {"dtype": 6, "index": 2, "number": 5, "size": 3, "out-dtype": 3, "inplace-dtype": 3}
+# Calls that share memory are drawn by themselves.
+_WEIGHTS = {"dtype": 6, "index": 2, "number": 5, "size": 3, "out-dtype": 3, "inplace-dtype": 3, "share": 0}
 
 
 # ---- calls
 
 
-def calls(seed: int, count: int) -> Iterator[Call]:
-    """Yield that many calls that can be made, always the same for a seed."""
+def calls(seed: int, count: int, only: str | None = None) -> Iterator[Call]:
+    """Yield that many calls that can be made, always the same for a seed; with one sort of change or with any."""
     rng = random.Random(seed)
     names, changes = [*entries()], [*CHANGES]
     weights = [_WEIGHTS.get(change, 1) for change in changes]
@@ -312,7 +355,7 @@ def calls(seed: int, count: int) -> Iterator[Call]:
         op = entries()[rng.choice(names)]
         supported = [d for d in DTYPES if d in op.supported_dtypes("cpu")]
         plain = [d for d in supported if d == torch.float32] or supported
-        (change,) = rng.choices(changes, weights)
+        (change,) = [only] if only is not None else rng.choices(changes, weights)
         if not supported:
             continue
         dtype = rng.choice(plain if rng.random() < 0.8 else supported)
@@ -510,12 +553,13 @@ def main() -> None:
     parser.add_argument(
         "--seeds", type=int, nargs=2, default=(0, 1), help=f"{CHUNK} calls for each from .. to"
     )
+    parser.add_argument("--change", choices=CHANGES, help="make only calls with this change")
     given = parser.parse_args()
     import isthmus
 
     isthmus.config.fallback, isthmus.config.check_indices = "cpu", "now"
     tally = Tally()
-    made = itertools.chain.from_iterable(calls(seed, CHUNK) for seed in range(*given.seeds))
+    made = itertools.chain.from_iterable(calls(seed, CHUNK, given.change) for seed in range(*given.seeds))
     for call in map(Call.parse, given.names) if given.names else made:
         difference = tally.add(call)
         if difference or given.names:
