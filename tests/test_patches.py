@@ -48,9 +48,9 @@ def described(value):
     return f"{type(value).__name__} {getattr(inner, '__module__', '')}.{getattr(inner, '__qualname__', '')} {place}"
 
 def attributes():
-    """Return a description of every function, method and property of torch's modules and classes, by its name."""
+    """Return a description of every function, method, property and dict of torch's modules and classes, by its name."""
     found, classes = {}, {}
-    code = (*CODE, sys.modules["torch._C"]._ImperativeEngine)
+    code = (*CODE, dict, sys.modules["torch._C"]._ImperativeEngine)
     for name, module in sorted(sys.modules.items()):
         if module is None or name.split(".")[0] != "torch":
             continue

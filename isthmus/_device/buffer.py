@@ -78,6 +78,8 @@ class Buffer:
             held = donation.settled(self)
         if type(held) is Lost:
             raise held.error()
+        if type(held) is Node:
+            raise IsthmusError("this tensor was recorded in a trace that is gone")
         return held
 
     def rebind(self, value: Array) -> None:

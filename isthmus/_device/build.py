@@ -123,8 +123,6 @@ def _choose(kernel: Kernel, inputs: list[Any], values: Values, traced: bool, fin
         except Exception as error:
             if traced:
                 raise
-            if memory.is_exhausted(error):
-                raise memory.exhausted(error) from error
             reason = f"its lowering failed: {type(error).__name__}: {error}"
             refusals.attempt(kernel.op, values)  # what the CPU refuses as well is refused in its words
             passing = compiler.may_pass(error)

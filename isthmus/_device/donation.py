@@ -127,7 +127,7 @@ def take(inputs: list[Array], places: Sequence[int], buffers: Sequence[Any]) -> 
         hide(buffers, inputs, places)
         own(inputs, places, hidden=True)
     except BaseException:
-        _finish(undo)
+        finish(undo)
         raise
     return undo
 
@@ -155,15 +155,16 @@ def run(
         return commit(outputs)
     except BaseException as error:
         if outputs is not None:
-            _finish(lambda: commit(outputs))
+            finish(lambda: commit(outputs))
         elif undo is not None:
-            _finish(undo)
+            finish(undo)
         if memory.is_exhausted(error):
             raise memory.exhausted(error) from error
         raise
 
 
-def _finish(step: Callable[[], Any]) -> None:
+def finish(step: Callable[[], Any]) -> None:
+    """Do a step that must be done whatever is raised meanwhile, by beginning it again."""
     for attempt in range(_ATTEMPTS):
         try:
             step()

@@ -282,8 +282,12 @@ def restore(error: BaseException) -> None:
     """Give buffers that hold nodes the contents they had when recording began, since their program failed.
 
     A buffer made since then gets what it was made of, if that takes numbers alone: zeros, say. Others had no contents,
-    and reading them raises an error that names the first one.
+    and reading them raises an error that names this one.
     """
+    donation.finish(lambda: _restore(error))
+
+
+def _restore(error: BaseException) -> None:
     before = {id(origin()): array for origin, array in zip(trace.origins, trace.arrays, strict=False)}
     live = trace.live()
     made = {id(buffer): _first(buffer) for buffer in live}
@@ -304,17 +308,13 @@ def _first(buffer: Buffer) -> Node | None:
 
 
 def _computed(nodes: set[Node]) -> dict[Node, Any]:
-    """Return the arrays of nodes that are made of numbers alone, or nothing if that fails as well."""
-    wanted = tuple(nodes)
-    if not wanted:
+    """Return the arrays of nodes that are made of numbers alone: by ATen on the CPU, since it is XLA that failed."""
+    if not nodes:
         return {}
-    try:
-        family = family_of(wanted)
-        program = family.find(frozenset(), NOTHING)
-        found = program.call(*program.inputs([], program.constants(trace), []))
-        return dict(zip(wanted, family.spread(wanted, found), strict=True))
-    except Exception:
-        return {}
+    graph = Graph.of(tuple(nodes))
+    program = HostedProgram(graph, backend_named("reference"))
+    arrays = program.call(*program.inputs([], program.constants(trace), []))
+    return dict(zip(graph.outputs, arrays, strict=True))
 
 
 def is_fixed(node: Node) -> bool:

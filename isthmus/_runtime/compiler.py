@@ -90,7 +90,12 @@ def build(
         clock.lap("lower")
         compiled = disk.load(lowered, donate, options)
         if compiled is None:
-            compiled = lowered.compile(compiler_options=options or None)
+            try:
+                compiled = lowered.compile(compiler_options=options or None)
+            except jax.errors.JaxRuntimeError as error:
+                if memory.is_exhausted(error):
+                    raise memory.exhausted(error) from error
+                raise
             disk.save(compiled, lowered, donate, options)
         clock.lap("xla")
     counters.count_compilation(clock.laps)

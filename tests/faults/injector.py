@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -80,7 +81,10 @@ class Injector:
         """Raise before a line of this package is run, as a signal handler may: it runs between two bytecodes."""
 
         def local(frame: FrameType, event: str, _: Any) -> Any:
-            if event == "line":
+            # A trace function is called for the line of a ``with`` once more before its lock is released, where no
+            # signal handler can be.
+            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+            if event == "line" and not line.lstrip().startswith("with "):
                 self.event()
             return local
 
