@@ -104,8 +104,8 @@ def _size(variable: Any) -> int:
 
 
 def is_exhausted(error: BaseException) -> bool:
-    """Return whether XLA found no memory."""
-    return isinstance(error, jax.errors.JaxRuntimeError) and str(error).startswith("RESOURCE_EXHAUSTED")
+    """Return whether XLA found no memory, to run a program in or to try out ways to compile it."""
+    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
 def make_room(error: BaseException, inputs: Sequence[Any]) -> None:
