@@ -1,0 +1,269 @@
+"""Threads: writes are not lost, readers see whole tensors, and modes and traces do not mix."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import isthmus
+from isthmus._device import donation
+from isthmus._runtime import counters
+from tests.faults.training import Training, differences, same
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("fresh_dynamo")]
+
+
+def at_once(*functions: Callable[[], Any]) -> list[Any]:
+    """Call functions in threads of their own, begun together; return what they return, or raise what one raised."""
+    results: list[Any] = [None] * len(functions)
+    errors: list[BaseException] = []
+    start = threading.Barrier(len(functions))
+
+    def run(at: int) -> None:
+        try:
+            start.wait()
+            results[at] = functions[at]()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(at,)) for at in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(240)
+    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
+    if errors:
+        raise errors[0]
+    return results
+
+
+@pytest.fixture(autouse=True)
+def switching_often() -> Any:
+    """Let Python switch between threads a hundred times as often as it does."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(5e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_writes_to_views_of_one_storage_are_not_lost() -> None:
+    base = torch.zeros(4, 3, device="jax")
+
+    def write(row: int) -> None:
+        for _ in range(150):
+            base[row].add_(1)
+
+    at_once(*[lambda row=row: write(row) for row in range(4)])
+    assert base.tolist() == [[150.0] * 3] * 4
+
+
+def test_writes_to_one_element_are_not_lost() -> None:
+    total = torch.zeros((), device="jax")
+    tensors = [torch.zeros(5, device="jax") for _ in range(3)]
+
+    def write() -> None:
+        for _ in range(60):
+            total.add_(1)
+            torch._foreach_add_(tensors, 1.0)
+
+    at_once(write, write, write)
+    assert total.item() == 180
+    assert [t.tolist() for t in tensors] == [[180.0] * 5] * 3
+
+
+@pytest.mark.parametrize("mode", ["eager", "jit"])
+def test_readers_beside_a_training_thread(mode: str) -> None:
+    training = Training(mode)
+    training.run(2)
+    done = threading.Event()
+
+    def train() -> None:
+        try:
+            training.run(25)
+        finally:
+            done.set()
+
+    def read() -> int:
+        count = 0
+        while not done.is_set():
+            values = [p.detach().sum().item() for p in training.model.parameters()]
+            assert all(v == v for v in values)
+            count += 1
+        return count
+
+    _, reads, more = at_once(train, read, read)
+    assert reads > 0
+    assert more > 0
+    undisturbed = Training(mode)
+    undisturbed.run(27)
+    assert same(training.state(), undisturbed.state()), differences(training.state(), undisturbed.state())
+
+
+def test_a_mode_belongs_to_its_thread() -> None:
+    inside, outside = threading.Event(), threading.Event()
+
+    def record() -> str:
+        with isthmus.lazy():
+            inside.set()
+            assert outside.wait(60)
+            return isthmus.mode()
+
+    def run() -> tuple[str, float]:
+        assert inside.wait(60)
+        x = torch.ones(3, device="jax") * 2
+        held = type(x.untyped_storage()._buffer.held).__name__  # type: ignore[attr-defined]
+        assert held != "Node"
+        outside.set()
+        return isthmus.mode(), x.sum().item()
+
+    assert at_once(record, run) == ["lazy", ("eager", 6.0)]
+    assert isthmus.mode() == "eager"
+
+
+def test_the_environments_mode_is_that_of_every_thread() -> None:
+    code = """
+import threading, torch, isthmus
+modes = [isthmus.mode()]
+thread = threading.Thread(target=lambda: modes.append(isthmus.mode()))
+thread.start(); thread.join()
+assert modes == ["lazy", "lazy"], modes
+w = torch.ones(3, device="jax", requires_grad=True)
+(w * w).sum().backward()
+assert w.grad.tolist() == [2.0, 2.0, 2.0]
+"""
+    env = {**os.environ, "ISTHMUS_MODE": "lazy"}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200, env=env)
+
+
+def test_backward_is_recorded_with_the_rest_and_the_switch_is_put_back() -> None:
+    w = torch.ones(3, device="jax", requires_grad=True)
+    before = torch.autograd.grad_mode.set_multithreading_enabled(True)
+    with isthmus.lazy():
+        (w * w).sum().backward()
+        assert type(w.grad.untyped_storage()._buffer.held).__name__ == "Node"  # type: ignore[union-attr]
+    assert before.prev is torch._C._is_multithreading_enabled()
+    assert w.grad is not None
+    assert w.grad.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_what_one_thread_recorded_others_can_use() -> None:
+    made, used = threading.Event(), threading.Event()
+    shared: list[torch.Tensor] = []
+
+    def record() -> float:
+        with isthmus.lazy():
+            x = torch.arange(4.0, device="jax") + 1
+            shared.append(x)
+            y = x * 10
+            made.set()
+            assert used.wait(120)
+            y.add_(x)
+            return y.sum().item()
+
+    def use(lazy: bool) -> list[float]:
+        assert made.wait(60)
+        (x,) = shared
+        try:
+            if not lazy:
+                return (x * 2).tolist() + x.tolist()
+            with isthmus.lazy():
+                own = torch.ones(4, device="jax") * 3
+                return (own + x).tolist()
+        finally:
+            if lazy:
+                used.set()
+
+    total, eager, lazy = at_once(record, lambda: use(False), lambda: use(True))
+    assert eager == [2.0, 4.0, 6.0, 8.0, 1.0, 2.0, 3.0, 4.0]
+    assert lazy == [4.0, 5.0, 6.0, 7.0]
+    assert total == 110.0
+
+
+def test_threads_in_lazy_mode_share_their_programs() -> None:
+    alone = Training("lazy")
+    alone.run(3)
+    runs = [Training("lazy") for _ in range(4)]
+    before = counters.counts["compilations"]
+    at_once(*[lambda run=run: run.run(3) for run in runs])
+    assert counters.counts["compilations"] == before
+    assert all(same(run.state(), alone.state()) for run in runs)
+
+
+def test_recording_a_function_leaves_other_threads_optimizers_alone() -> None:
+    recording, stepped = threading.Event(), threading.Event()
+    weight = torch.nn.Parameter(torch.ones(3, device="jax"))
+    state = torch.zeros(3, device="jax")
+
+    @isthmus.jit
+    def function() -> None:
+        recording.set()
+        assert stepped.wait(60)
+        state.add_(1)
+
+    def train() -> None:
+        assert recording.wait(60)
+        try:
+            optimizer = torch.optim.Adam([weight], lr=0.1)  # its step count is on the CPU
+            weight.grad = torch.ones(3, device="jax")
+            optimizer.step()
+        finally:
+            stepped.set()
+
+    at_once(function, train)
+    assert state.tolist() == [1.0, 1.0, 1.0]
+    assert weight.max().item() < 1
+
+
+def test_the_first_compilations_of_several_threads() -> None:
+    code = """
+import threading, torch
+errors = []
+def compile(n):
+    try:
+        compiled = torch.compile(lambda x: x * n + 1, backend="isthmus")
+        assert compiled(torch.ones(2, device="jax")).tolist() == [n + 1.0] * 2
+    except BaseException as error:
+        errors.append(error)
+threads = [threading.Thread(target=compile, args=(n,)) for n in range(4)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+assert not errors, errors
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=200)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_eight_threads_with_models_of_their_own_in_all_modes() -> None:
+    modes = ["eager", "lazy", "jit", "compile"] * 2
+    alone = {mode: Training(mode) for mode in modes}
+    for training in alone.values():
+        training.run(12)
+    for _ in range(3):
+        runs = [Training(mode) for mode in modes]
+        at_once(*[lambda run=run: run.run(12) for run in runs])
+        for run in runs:
+            assert same(run.state(), alone[run.mode].state()), run.mode
+
+
+def test_the_count_of_references_is_measured() -> None:
+    """An array that a buffer and a list hold is owned, one that a third holds is not."""
+    x = torch.arange(5.0, device="jax") + 1
+    buffer = x.untyped_storage()._buffer  # type: ignore[attr-defined]
+    inputs = [buffer.held]
+    assert donation.is_owned(inputs, [0])
+    third = inputs[0]
+    assert not donation.is_owned(inputs, [0])
+    del third
+    held = donation.Rewriting(inputs, 0)
+    buffer.held = held
+    assert donation.is_owned(inputs, [0], hidden=True)
+    assert donation.settled(buffer) is inputs[0]
+    buffer.held = inputs[0]
