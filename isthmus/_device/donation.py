@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from _thread import _count as count_threads
+from _thread import _count
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import starmap
@@ -50,12 +50,12 @@ def _measured() -> int:
 OWNED = _measured()
 
 
-def threaded() -> bool:
-    """Return whether the process has a Python thread beside the main one.
+# Not a function of ours: every op that writes asks.
+threaded: Callable[[], int] = _count
+"""Return how many Python threads the process has beside the main one.
 
-    Autograd's device threads do not count: they run while the thread that called backward waits for them.
-    """
-    return count_threads() > 0
+Autograd's device threads do not count: they run while the thread that called backward waits for them.
+"""
 
 
 class Rewriting:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,7 @@ from isthmus._graph.layout import Spec, is_dense, span
 from isthmus._graph.nodes import Node
 from isthmus._graph.schema import schema_of
 from isthmus._ops.common import cast
-from isthmus._runtime import compiler
+from isthmus._runtime import compiler, memory
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
 from isthmus.errors import LoweringError
 
@@ -150,6 +151,28 @@ class Mutation:
         # A resized buffer has another signature; tracers have signatures of their own.
         resigned = restrided or builder.traced
 
+        def bind(targets: list[Tensor], outputs: Sequence[Any]) -> None:
+            for group, value in zip(order, outputs, strict=False):
+                targets[group].untyped_storage()._buffer.held = value  # type: ignore[attr-defined]
+
+        def alone(inputs: list[Any], values: tuple[Any, ...]) -> Any:
+            """Run a call on the process's one thread: what ``run`` does, written out for most calls."""
+            if donation.threaded():
+                return run(inputs, values)
+            targets = locate(values)
+            call, outputs = variants.choose(inputs), None
+            try:
+                (outputs,) = starmap(call, (inputs,))
+                for group, value in zip(order, outputs, strict=False):
+                    targets[group].untyped_storage()._buffer.held = value  # type: ignore[attr-defined]
+            except BaseException as error:
+                if outputs is not None:
+                    donation.finish(partial(bind, targets, outputs))
+                elif memory.is_exhausted(error):
+                    return run(inputs, values)
+                raise
+            return None if returns == 0 else targets[0] if returns == 1 else tuple(targets)
+
         def run(inputs: list[Any], values: tuple[Any, ...]) -> Any:
             targets = locate(values)
             buffers = [targets[group].untyped_storage()._buffer for group in order]  # type: ignore[attr-defined]
@@ -176,7 +199,7 @@ class Mutation:
                 return fresh[0] if returns == 1 else tuple(fresh)
             return None if returns == 0 else targets[0] if returns == 1 else tuple(targets)
 
-        return run
+        return run if count or resigned or verify is not None else alone
 
 
 def _beside_threads(
@@ -222,7 +245,8 @@ class Variants:
 
     def choose(self, inputs: list[Any]) -> Callable[..., Any]:
         """Return the variant for these inputs."""
-        owned = self.donates(inputs)
+        may = not self.fixed and config.current.donate == "auto"
+        owned = may and donation.is_owned(inputs, self.donated)
         call = self.calls.get(owned)
         return call if call is not None else self.compile(owned)
 
