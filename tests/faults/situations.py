@@ -290,5 +290,7 @@ def switched_off() -> None:
 
 
 if __name__ == "__main__":
+    # A shell's background jobs, and so what they start, begin with Ctrl-C ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for name in sys.argv[1:]:
         globals()[name]()
