@@ -91,6 +91,7 @@ def has_kernel(op: OpOverload, key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
 
 
+@optional("a TorchFunctionMode of the user's sees calls that the device makes itself", contextlib.nullcontext)
 def without_torch_function() -> Any:
     """Return a guard under which no mode or subclass of the user's sees calls of ours."""
     return torch._C.DisableTorchFunction()

@@ -131,8 +131,17 @@ def test_an_interrupt_at_every_line(mode: str) -> None:
     assert campaign(mode, "line", KeyboardInterrupt, 600) >= 300
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("error", [internal, out_of_memory, KeyboardInterrupt])
+# One sort of failure is enough for `make test` where each takes long.
+@pytest.mark.parametrize(
+    ("mode", "error"),
+    [
+        pytest.param(
+            mode, error, marks=[pytest.mark.slow] * (mode == "compile" and error is not out_of_memory)
+        )
+        for mode in MODES
+        for error in (internal, out_of_memory, KeyboardInterrupt)
+    ],
+)
 def test_a_run_that_fails(mode: str, error: Any, runs: list[Injector]) -> None:
     # Twice, since a run that finds no memory is tried again.
     assert campaign(mode, "run", error, 4, times=2, runs=runs) >= 1
