@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import isthmus
+from isthmus._upstream import release
 
 Call = Callable[[Tensor, Any], Any]
 CALLS: dict[str, Call] = {
@@ -65,6 +66,8 @@ def test_numbers_are_refused_as_on_the_cpu(name: str, dtype: torch.dtype, mode: 
     for number in NUMBERS[dtype]:  # the first one compiles
         if name == "pad" and number == 2**63:
             continue  # torch makes a double of it, and no int64 can be made of that
+        if name == "clamp" and number != number and release(torch.__version__) < (2, 13):
+            continue  # the CPU's kernel for half types leaves the values as they are
         want = outcome(call, torch.tensor([0, 5], dtype=dtype), number)
         with isthmus.lazy() if mode == "lazy" else torch.enable_grad():
             got = outcome(call, torch.tensor([0, 5], dtype=dtype).to("jax"), number)
