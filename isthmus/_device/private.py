@@ -130,9 +130,9 @@ def carry(key: str, value: Any) -> None:
     """Give this thread a value that torch carries along to the threads that work for it, as in backward.
 
     None removes it: a thread must not end with one, as torch would free it then, and wait for the GIL while it does.
-    torch 2.11 cannot remove one, and keeps None in its place.
+    torch 2.11 has no way to.
     """
-    if value is not None or not hasattr(torch._C, "_remove_obj_from_tls"):
+    if value is not None:
         torch._C._stash_obj_in_tls(key, value)
     else:
         torch._C._remove_obj_from_tls(key)

@@ -13,11 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.faults import situations
 from tests.faults.places import EXCEPTIONS, PLACES
 
 ROOT = Path(__file__).parent.parent.parent
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch._C, "_remove_obj_from_tls"),
+    reason="this torch lacks a name that errors are kept by: they are printed, and backward() raises a SystemError",
+)
 
 
 def python(*arguments: str) -> str:
