@@ -11,8 +11,8 @@ bound to its buffer, the only copy of x is a value that this process has not sto
 2. **Another thread** that reads the array between the look at its reference count and the donation, or that writes to
    the same storage: one of two writes would be lost. While other threads exist, whoever rewrites buffers holds ``lock``
    and leaves a ``Rewriting`` in them; readers who find one wait for the lock and read again.
-3. **A failure of the run**: XLA deletes what was donated even if it then finds no memory to run in. What can be told
-   beforehand is (``memory.require_free``); otherwise the buffers say why they are lost.
+3. **A failure of the run**: XLA deletes what was donated even if it then finds no memory to run in. Such arrays are
+   gone, and reading them raises an error that says why.
 
 Who may be overwritten is decided by reference counts: ``OWNED`` references are those of a buffer, of the list of
 inputs and of the function that counts. It is measured, not written down, since it depends on the interpreter.
