@@ -184,3 +184,17 @@ def test_complex_numbers_and_their_parts(mode: str) -> None:
     given = torch.arange(4) + 1j * torch.arange(4)
     want, got = program(given), run(program, mode, given)
     assert [x.tolist() for x in got] == [x.tolist() for x in want]
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
+def test_a_compiled_write_through_booleans_leaves_the_bytes_beside_it(dtype: torch.dtype) -> None:
+    def write(data: torch.Tensor) -> torch.Tensor:
+        data.view(torch.bool)[0] = True
+        return data + 0
+
+    data = torch.tensor([7, 5, 3], dtype=dtype)
+    on_device = data.to("jax")
+    compiled = torch.compile(write, backend="isthmus")
+    assert compiled(on_device).tolist() == write(data).tolist() == [1, 5, 3]
+    assert on_device.tolist() == [1, 5, 3]

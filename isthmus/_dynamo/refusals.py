@@ -149,3 +149,16 @@ def _refused(node: Node) -> bool:
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
     return refusals.refuses(call, values)
+
+
+def views_bytes_as_booleans(graph: Graph) -> bool:
+    """Return whether a graph of Dynamo's views a tensor of another dtype as booleans.
+
+    AOTAutograd writes through such a view by making all of it anew, and XLA's booleans have no bytes but 0 and 1.
+    """
+    for node in graph.nodes:
+        if torch.bool in (*node.args, *node.kwargs.values()) and "view" in str(node.target):
+            source = node.args[0].meta.get("example_value") if isinstance(node.args[0], Node) else None
+            if not isinstance(source, Tensor) or source.dtype != torch.bool:
+                return True
+    return False
