@@ -20,7 +20,6 @@ from isthmus._device.entry import make_entry
 from isthmus._device.generations import Generations
 from isthmus._device.sized import SizedKernel
 from isthmus._graph.names import Missing
-from isthmus._graph.nodes import Node
 from isthmus._graph.schema import functional_of, schema_of
 from isthmus._ops import families  # noqa: F401  # importing it files every lowering
 from isthmus._ops.registry import lowering_of
@@ -57,7 +56,7 @@ class Kernel:
     def new_plan(self, key: tuple[Any, ...], inputs: list[Any], values: tuple[Any, ...]) -> Plan:
         """Return the plan for a key seen for the first time."""
         forks.check()
-        if any([type(value) in (Node, donation.Rewriting) for value in inputs]):
+        if donation.is_unready(inputs):
             raise RuntimeError("another thread is rewriting an input")  # the entry waits and tries again
         with _building:
             plan = self.plans.get(key)

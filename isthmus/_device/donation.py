@@ -29,6 +29,7 @@ from itertools import starmap
 from typing import Any, TypeVar
 
 from isthmus._device.hosts import copied
+from isthmus._graph.nodes import Node
 from isthmus._runtime import memory
 
 T = TypeVar("T")
@@ -74,13 +75,19 @@ def settled(buffer: Any) -> Array:
     """Return what a buffer holds, once nobody rewrites it any more."""
     with lock:
         held = buffer.held
-        # Only a signal handler of the thread that rewrites it gets here, before the program has run.
-        return held.inputs[held.at] if type(held) is Rewriting else held
+        if type(held) is Rewriting:
+            # No other thread has the lock, so either an interrupt left this behind, or a signal handler asks in the
+            # thread that rewrites the buffer, which binds its result in any case.
+            held = buffer.held = held.inputs[held.at]
+        return held
 
 
-def is_torn(inputs: Sequence[Any]) -> bool:
-    """Return whether one of the inputs was read while another thread rewrote it."""
-    return Rewriting in map(type, inputs)
+def is_unready(inputs: Sequence[Any]) -> bool:
+    """Return whether one of the inputs is no array yet: another thread was rewriting it, or had only recorded it."""
+    return not _UNREADY.isdisjoint(map(type, inputs))
+
+
+_UNREADY = frozenset({Node, Rewriting})
 
 
 def hide(buffers: Sequence[Any], inputs: list[Array], places: Sequence[int]) -> None:
@@ -137,10 +144,12 @@ def run(
     inputs: Sequence[Any],
     commit: Callable[[Any], T],
     undo: Callable[[], None] | None = None,
+    check: Callable[[Any], None] | None = None,
 ) -> T:
     """Run a program and hand its results to ``commit``, which is finished whatever is raised meanwhile.
 
     ``commit`` only binds values, so that doing it twice is doing it once; ``undo`` is done if the program did not run.
+    ``check`` may raise for its results, of programs that donate nothing: then they are not bound.
     A program that finds no memory is tried once more after what is not needed was dropped.
     """
     outputs: Any = None
@@ -152,6 +161,10 @@ def run(
                 raise
             memory.make_room(error, inputs)
             (outputs,) = starmap(call, (inputs,))
+        if check is not None:
+            unchecked, outputs = outputs, None
+            check(unchecked)
+            outputs = unchecked
         return commit(outputs)
     except BaseException as error:
         if outputs is not None:

@@ -37,7 +37,6 @@ from torch.utils._pytree import tree_leaves
 from isthmus._device import donation, fit, generator, mode
 from isthmus._device.buffer import Buffer, Signature, buffer_of
 from isthmus._device.hosts import array_from_cpu
-from isthmus._graph.nodes import Node
 from isthmus._graph.schema import ABSENT, Argument
 from isthmus._runtime import memory, private
 from isthmus._runtime.hosts import LARGEST, device_number
@@ -254,7 +253,7 @@ def recover(error: Exception, inputs: list[Any], values: tuple[Any, ...]) -> Non
     Two calls may: one that read a buffer which another thread was rewriting or had only recorded, and, once, one that
     found no memory.
     """
-    if any([type(value) in (Node, donation.Rewriting) for value in inputs]):
+    if donation.is_unready(inputs):
         for tensor in tree_leaves(values):
             if isinstance(tensor, Tensor) and tensor.device.type == "jax":
                 _ = buffer_of(tensor).value  # waits for the other thread, or runs what was recorded

@@ -151,6 +151,12 @@ class Mutation:
         # A resized buffer has another signature; tracers have signatures of their own.
         resigned = restrided or builder.traced
 
+        def verified(outputs: Sequence[Any]) -> None:
+            assert verify is not None
+            verify(outputs[count + len(order) :])
+
+        check = None if verify is None else verified
+
         def bind(targets: list[Tensor], outputs: Sequence[Any]) -> None:
             for group, value in zip(order, outputs, strict=False):
                 targets[group].untyped_storage()._buffer.held = value  # type: ignore[attr-defined]
@@ -178,8 +184,6 @@ class Mutation:
             buffers = [targets[group].untyped_storage()._buffer for group in order]  # type: ignore[attr-defined]
 
             def commit(outputs: Sequence[Any]) -> Sequence[Any]:
-                if verify is not None:  # then nothing was donated, and a failed call leaves all as it was
-                    verify(outputs[count + len(order) :])
                 for buffer, value in zip(buffers, outputs[count:], strict=False):
                     if resigned:
                         buffer.rebind(value)
@@ -189,9 +193,9 @@ class Mutation:
 
             # Tracers belong to this thread, which may hold the compiler's lock.
             if builder.traced or not donation.threaded():
-                outputs = donation.run(variants.choose(inputs), inputs, commit)
+                outputs = donation.run(variants.choose(inputs), inputs, commit, check=check)
             else:
-                outputs = _beside_threads(variants, inputs, buffers, places, commit)
+                outputs = _beside_threads(variants, inputs, buffers, places, commit, check)
             if restrided:
                 restride_all(targets, resized)
             if count:
@@ -208,6 +212,7 @@ def _beside_threads(
     buffers: Sequence[Buffer],
     places: Sequence[int],
     commit: Callable[[Sequence[Any]], Sequence[Any]],
+    check: Callable[[Sequence[Any]], None] | None,
 ) -> Sequence[Any]:
     """Run a call while other threads exist: from the reading of its targets to their rebinding nobody else writes."""
     show = partial(donation.show, buffers, inputs, places)
@@ -222,7 +227,7 @@ def _beside_threads(
                 raise
             call = variants.calls.get(owned)
             if call is not None and ready:
-                return donation.run(call, inputs, commit, show)
+                return donation.run(call, inputs, commit, show, check)
             show()
         # Compiling takes seconds and a lock of its own, and so does running what another thread recorded.
         for at, buffer in zip(places, buffers, strict=True):
@@ -245,8 +250,7 @@ class Variants:
 
     def choose(self, inputs: list[Any]) -> Callable[..., Any]:
         """Return the variant for these inputs."""
-        may = not self.fixed and config.current.donate == "auto"
-        owned = may and donation.is_owned(inputs, self.donated)
+        owned = self.donates(inputs)
         call = self.calls.get(owned)
         return call if call is not None else self.compile(owned)
 

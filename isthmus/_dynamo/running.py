@@ -16,7 +16,6 @@ from isthmus._device.plan import TensorSlot
 from isthmus._device.resident import Residence
 from isthmus._dynamo import crossing, record
 from isthmus._dynamo.specialization import KeptSlot, Specialization
-from isthmus._graph.nodes import Node
 from isthmus._runtime import memory
 from isthmus._runtime.private import forgetting_callers
 
@@ -76,7 +75,7 @@ class Run:
             except Exception as error:
                 if memory.is_exhausted(error):
                     memory.make_room(error, [*map(_HELD, sources)])
-                elif not any([type(source.held) in (Node, donation.Rewriting) for source in sources]):
+                elif not donation.is_unready([*map(_HELD, sources)]):
                     raise
                 # Another thread was rewriting a buffer, or had only recorded it: its value is waited for.
                 inputs = [*[source.value for source in sources], self.nothing_failed]

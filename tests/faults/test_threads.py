@@ -266,4 +266,22 @@ def test_the_count_of_references_is_measured() -> None:
     buffer.held = held
     assert donation.is_owned(inputs, [0], hidden=True)
     assert donation.settled(buffer) is inputs[0]
-    buffer.held = inputs[0]
+    assert buffer.held is inputs[0]  # what an interrupt left behind is gone
+
+
+def test_a_buffer_that_an_interrupt_left_hidden_can_be_read_and_written() -> None:
+    x = torch.arange(3.0, device="jax") + 1
+    buffer = x.untyped_storage()._buffer  # type: ignore[attr-defined]
+    buffer.held = donation.Rewriting([buffer.held], 0)
+    assert (x * 2).tolist() == [2, 4, 6]
+    buffer.held = donation.Rewriting([buffer.held], 0)
+    assert x.add_(1).tolist() == [2, 3, 4]
+
+
+def test_a_value_check_that_fails_is_made_once_and_leaves_the_target() -> None:
+    x, index = torch.zeros(3, device="jax"), torch.tensor([7]).to("jax")
+    for threaded in (False, True):
+        with pytest.raises(IndexError) as caught:
+            at_once(lambda: x.index_fill_(0, index, 1.0)) if threaded else x.index_fill_(0, index, 1.0)
+        assert caught.value.__context__ is None
+        assert x.tolist() == [0, 0, 0]
