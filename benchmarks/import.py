@@ -45,7 +45,7 @@ CALLS = {
     "model.to('cpu')": 10,
     "torch.UntypedStorage(8)": 200,
 }
-# The one name on the way of CPU tensors that import torch has to replace (isthmus/_device/patches.py says why).
+# The one name on the way of CPU tensors that import torch has to replace (patches.py says why).
 NEW = {"torch.UntypedStorage(8)"}
 TIME_CALLS = """
 import copy, json, sys, timeit, torch

@@ -50,7 +50,8 @@ def _families() -> Iterator[str]:
     yield ""
     for family, ops in coverage.families().items():
         names = ", ".join(f"`{str(op).removeprefix('aten.').removesuffix('.default')}`" for op in ops)
-        yield f"**[{family}](../isthmus/_ops/{family}.py)** ({len(ops)}): {names}"
+        (file,) = (ROOT / "isthmus" / "_ops").rglob(f"{family}.py")
+        yield f"**[{family}](../{file.relative_to(ROOT).as_posix()})** ({len(ops)}): {names}"
         yield ""
 
 

@@ -8,7 +8,7 @@ from isthmus import _upstream
 
 _upstream.check_versions()  # before anything that another Python or torch might not have
 
-# Before the rest: it autoloads isthmus._device.registration, which must not be half-imported by then.
+# Before the rest: it autoloads isthmus._device.torch_glue.registration, which must not be half-imported by then.
 import torch  # noqa: F401
 
 import _isthmus_autoload
@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 try:
-    from isthmus._device.registration import register
+    from isthmus._device.torch_glue.registration import register
 
     if _isthmus_autoload.asked_for:
         register()

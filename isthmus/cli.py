@@ -124,7 +124,7 @@ def _explain(found: Answer) -> str:
         return f"{found.place}{derived}"
     return {
         coverage.DEVICE: f"{found.place}  the device's own kernel",
-        coverage.VIEW: "a view: torch's own, read and written by its strides (isthmus/_device/strided.py)",
+        coverage.VIEW: "a view: torch's own, read and written by its strides (isthmus/_device/core/strided.py)",
         coverage.COMPOSITE: "composite: torch takes it apart into other ops",
         coverage.DECOMPOSED: "decomposed: torch's own decomposition, traced into one program",
         coverage.CPU: "CPU: nothing lowers it; docs/add-a-lowering.md says how to",

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from isthmus._device import decompose, kernels
-from isthmus._device.private import has_kernel, op_names
+from isthmus._device.core import decompose
+from isthmus._device.kernels import register
+from isthmus._device.torch_glue.private import has_kernel, op_names
 from isthmus._graph.schema import functional_of, mutating_of, schema_of
 from isthmus._ops.registry import registry
 
@@ -56,7 +57,7 @@ class Answer:
 def answer(op: OpOverload) -> Answer:
     """Return which tier runs ``op`` and where its code is."""
     functional = functional_of(op) or op
-    own = kernels._own.get(op.name().removeprefix("aten::"))
+    own = register._own.get(op.name().removeprefix("aten::"))
     if own is not None:
         return Answer(op, DEVICE, _place_of_function(own), op)
     if functional in registry:
@@ -93,7 +94,8 @@ def families() -> dict[str, list[OpOverload]]:
     found: dict[str, list[OpOverload]] = {}
     for op in registry:
         place = _place_of_lowering(op)
-        found.setdefault(place.file.stem if place.file.parent == _OPS else "elsewhere", []).append(op)
+        inside = place.file.is_relative_to(_OPS)
+        found.setdefault(place.file.stem if inside else "elsewhere", []).append(op)
     return {family: sorted(found[family], key=str) for family in sorted(found)}
 
 
@@ -125,7 +127,7 @@ def _packet(namespace: str, name: str, known: set[str]) -> Iterator[OpOverload]:
 def _place_of_lowering(op: OpOverload) -> Place:
     function = registry[op].function
     place = _place_of_function(function)
-    if place.file.parent != _OPS or _mentions(_source(place.file)[place.line - 1 :][:2], op):
+    if not place.file.is_relative_to(_OPS) or _mentions(_source(place.file)[place.line - 1 :][:2], op):
         return place
     # A row of a table: the function is a helper's, the line that names the op is the one to open.
     inner = getattr(function, "__wrapped_function__", function)
@@ -149,7 +151,7 @@ _WORD = re.compile(r"aten\.(?P<packet>\w+)(?:\.\w+)?|[\"'](?P<quoted>\w+)[\"']|\
 def _words() -> dict[str, Place]:
     """Return where each word of the families stands first: names of overloads, of packets, in quotes and bare."""
     found: dict[str, Place] = {}
-    for file in sorted(_OPS.glob("*.py")):
+    for file in sorted(_OPS.rglob("*.py")):
         for number, line in enumerate(_source(file), 1):
             for match in _WORD.finditer(line):
                 forms = [match[0], match["packet"] and f"aten.{match['packet']}", match["packet"]]

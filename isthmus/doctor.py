@@ -90,7 +90,7 @@ def _devices(report: Report) -> None:
 
 
 def _registry(report: Report) -> None:
-    from isthmus._device import kernels  # noqa: F401  # files every lowering and registers it with torch
+    from isthmus._device.kernels import register  # noqa: F401  # files every lowering and registers it with torch
     from isthmus._graph.names import Missing
     from isthmus._ops.registry import refused, registry
 

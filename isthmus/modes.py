@@ -20,7 +20,7 @@ __all__ = ["graph_of", "jit", "lazy", "mode", "set_mode", "sync"]
 
 def mode() -> str:
     """Return ``"eager"`` or ``"lazy"``."""
-    from isthmus._device.mode import current
+    from isthmus._device.core.mode import current
 
     return "lazy" if current.lazy else "eager"
 
@@ -31,7 +31,7 @@ def set_mode(name: str) -> None:
     Other threads keep their modes; ``ISTHMUS_MODE`` is the mode that every thread begins with.
     ``isthmus.config.mode = name`` does the same.
     """
-    from isthmus._device.mode import current
+    from isthmus._device.core.mode import current
     from isthmus.errors import ConfigError
 
     if name not in ("eager", "lazy"):
@@ -43,10 +43,10 @@ def set_mode(name: str) -> None:
         current.materialise()  # nothing is recorded, but settings that changed since are read
     current.lazy = name == "lazy"
     if name == "eager" and leaving:
-        from isthmus._device import checks
+        from isthmus._device.checks import value_checks
 
         sync()
-        checks.raise_pending()
+        value_checks.raise_pending()
 
 
 config.connect("mode", mode, set_mode)
@@ -54,7 +54,7 @@ config.connect("mode", mode, set_mode)
 
 def begin(name: str) -> None:
     """Make a mode that of every thread, until it sets another."""
-    from isthmus._device.mode import current
+    from isthmus._device.core.mode import current
 
     set_mode(name)
     current.default = name == "lazy"
@@ -73,7 +73,7 @@ def lazy() -> Iterator[None]:
 
 def sync(wait: bool = False) -> None:
     """Run what lazy mode has recorded; the call returns while the device computes unless it is to ``wait``."""
-    from isthmus._device.mode import current
+    from isthmus._device.core.mode import current
 
     current.materialise()
     if wait:
@@ -88,7 +88,7 @@ def graph_of(*tensors: Tensor) -> Graph:
     ``print`` shows it, with lines of your code where ``isthmus.config.lines`` is ``"on"``; ``.dot()`` and ``.to_fx()``
     give it to others.
     """
-    from isthmus._device.buffer import buffer_of
+    from isthmus._device.core.buffer import buffer_of
     from isthmus._graph.graph import Graph
     from isthmus._graph.nodes import Node
     from isthmus._lazy.trace import trace
@@ -125,17 +125,17 @@ def jit(
 
 def _load() -> None:
     """Load the recorder, and JAX with it."""
-    from isthmus._device import registration
+    from isthmus._device.torch_glue import registration
 
     registration.load()  # the lowerings come before what records them
-    from isthmus._lazy import record
+    from isthmus._lazy import install
 
-    record.install()
+    install.install()
 
 
 def _recording_entry(kernel: Any) -> Callable[..., Any]:
     """Load the recorder when the first op is recorded."""
-    from isthmus._device.mode import current
+    from isthmus._device.core.mode import current
 
     _load()
     return current.recording_entry(kernel)

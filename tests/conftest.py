@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import isthmus
-from isthmus._device import checks
-from isthmus._runtime import maps
+from isthmus._device.checks import value_checks
+from isthmus._runtime import memory_maps
 
 pytest_plugins = ["tests.conformance.table"]
 _tests = itertools.count(1)
@@ -59,7 +59,7 @@ def strict_fallback():
     yield
     isthmus.config.fallback = before
     isthmus.config.check_indices = "auto"
-    if next(_tests) % 20 == 0 and maps.crowded():
+    if next(_tests) % 20 == 0 and memory_maps.crowded():
         drop_programs()
 
 
@@ -67,7 +67,7 @@ def strict_fallback():
 def settled(strict_fallback):
     """Ask that a test leaves the mode it found, and forget the conditions nobody looked at."""
     yield
-    checks.forget()
+    value_checks.forget()
     assert isthmus.mode() == "eager"
 
 
@@ -90,10 +90,10 @@ def drop_programs() -> None:
     """Forget every compiled program that can be compiled again."""
     import jax
 
-    from isthmus._device import generations
+    from isthmus._device.core import plan_cache
     from isthmus._lazy import programs
 
-    for each in list(generations.every):
+    for each in list(plan_cache.every):
         each.clear()
     programs._families.clear()
     torch._dynamo.reset()

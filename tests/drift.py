@@ -24,7 +24,12 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = Path(__file__).resolve().parent.parent / "isthmus"
-PRIVATE = ("_device/private.py", "_dynamo/private.py", "_runtime/private.py", "_device/registration.py")
+PRIVATE = (
+    "_device/torch_glue/private.py",
+    "_dynamo/private.py",
+    "_runtime/private.py",
+    "_device/torch_glue/registration.py",
+)
 SCHEMA_CHANGES = ("renamed", "added with a default", "added without a default", "removed", "retyped", "gone")
 NAME_CHANGES = ("missing", "another type", "another signature")
 

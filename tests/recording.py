@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 import isthmus
-from isthmus._device import checks
+from isthmus._device.checks import value_checks
 from isthmus._graph.nodes import Node
 from tests.jitting import held
 
@@ -20,7 +20,7 @@ def lazily(strict_fallback: None) -> Iterator[None]:
     isthmus.config.check_indices = "auto"  # as it is for users; strict_fallback resets it
     with isthmus.lazy():
         yield
-        checks.forget()
+        value_checks.forget()
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 
 import isthmus
 import tests.cases
-from isthmus._device.buffer import buffer_of
+from isthmus._device.core.buffer import buffer_of
 from isthmus._graph.names import Missing
 
 

@@ -5,7 +5,7 @@ Run it after a lowering of another op was written, and with each new torch, once
 
 from __future__ import annotations
 
-from isthmus._device import kernels  # noqa: F401  # files every lowering
+from isthmus._device.kernels import register  # noqa: F401  # files every lowering
 from isthmus._graph.names import Missing, aten, prims
 from isthmus._graph.schema import schema_of
 from isthmus._ops.known_schemas import FILE, describe, form_of, known_forms

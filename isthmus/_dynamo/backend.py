@@ -10,10 +10,17 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from isthmus._device.private import has_saving_hooks
-from isthmus._dynamo import blocks, decompositions, keeping, likelihood, pieces
+from isthmus._device.torch_glue.private import has_saving_hooks
+from isthmus._dynamo import (
+    cross_entropy_pass,
+    decompositions,
+    repeated_blocks,
+    saved_tensors,
+    slice_gradient_pass,
+)
 from isthmus._dynamo.clusters import Clusters
 from isthmus._dynamo.evaluate import NodeFailure
+from isthmus._dynamo.fast_path import quick
 from isthmus._dynamo.options import Options, check_mode, parse
 from isthmus._dynamo.private import (
     allow_registering_again,
@@ -25,7 +32,6 @@ from isthmus._dynamo.private import (
     write_short_calls,
 )
 from isthmus._dynamo.program import Program
-from isthmus._dynamo.quick import quick
 from isthmus._dynamo.random import key_random_nodes
 from isthmus._dynamo.refusals import Refused, refuses_a_write, views_bytes_as_booleans
 
@@ -80,13 +86,13 @@ def _partition(
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     key_random_nodes(joint.graph)
-    likelihood.rewrite(joint.graph)
-    pieces.join(joint.graph)
+    cross_entropy_pass.rewrite(joint.graph)
+    slice_gradient_pass.join(joint.graph)
     _save_what_is_overwritten(joint.graph)
     split = min_cut_rematerialization_partition(joint, *args, num_fwd_outputs=num_fwd_outputs, **kwargs)
-    one = options.blocks == "fuse" or not any(map(blocks.segments, split))
+    one = options.blocks == "fuse" or not any(map(repeated_blocks.segments, split))
     if one and options.keep == "together" and not has_saving_hooks():
-        keeping.together(*split, num_fwd_outputs)
+        saved_tensors.together(*split, num_fwd_outputs)
     return split
 
 

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from isthmus._device.fallback import FallbackWarning
-from isthmus._dynamo import blocks, freeze, higher_order, record  # noqa: F401
+from isthmus._device.core.fallback import FallbackWarning
+from isthmus._dynamo import compile_log, freeze, higher_order, repeated_blocks  # noqa: F401
 from isthmus._dynamo.evaluate import NodeFailure, is_lowered
-from isthmus._dynamo.keeping import KEEP, KEPT
 from isthmus._dynamo.options import Options
 from isthmus._dynamo.program import Program
 from isthmus._dynamo.random import Draw
-from isthmus._ops.views import VIEWS
+from isthmus._dynamo.saved_tensors import KEEP, KEPT
+from isthmus._ops.tensors.views import VIEWS
 from isthmus.errors import MissingLowering, first_line
 
 _aten = torch.ops.aten
@@ -45,7 +45,7 @@ class Clusters:
             if node.op in ("call_function", "call_method", "call_module") and not is_lowered(node):
                 self._exclude(node, "nothing lowers it")
         self.run = self._build()
-        record.graph(self)
+        compile_log.graph(self)
 
     def __call__(self, args: list[Any]) -> Any:
         """Run one call; ``args`` is emptied once it has succeeded."""
@@ -81,15 +81,15 @@ class Clusters:
     def _build(self) -> Callable[[list[Any]], Any]:
         if self.reasons:
             cut, self.programs = _cut(self.module, self._inside(), self.options, self.name)
-            return blocks.calling(cut)
+            return repeated_blocks.calling(cut)
         constant = freeze.frozen(self.module, self.parameters, self.options, self.name)
         if constant is not None:
             run, self.programs = constant
             return run
-        copies = blocks.segments(self.module) if self.options.blocks == "auto" else None
+        copies = repeated_blocks.segments(self.module) if self.options.blocks == "auto" else None
         if copies is not None:
-            cut, self.programs = blocks.split(self.module, copies, self.options, self.name)
-            return blocks.calling(cut)
+            cut, self.programs = repeated_blocks.split(self.module, copies, self.options, self.name)
+            return repeated_blocks.calling(cut)
         self.programs = [Program(self.module, self.options, self.name)]
         return self.programs[0]
 
@@ -129,7 +129,7 @@ def _cut(
         if node.op == "call_module":
             program = Program(getattr(fused, node.target), options, f"{name}, {node.target}")
             programs.append(program)
-            node.op, node.target = "call_function", blocks.caller(program, str(node.target))
+            node.op, node.target = "call_function", repeated_blocks.caller(program, str(node.target))
     fused.recompile()
     return fused, programs
 

@@ -13,7 +13,7 @@ from isthmus._dynamo.evaluate import OWN
 from isthmus._graph.schema import schema_of
 from isthmus._ops import families  # noqa: F401  # importing it files every lowering
 from isthmus._ops.registry import lowering_of
-from isthmus._ops.views import VIEWS
+from isthmus._ops.tensors.views import VIEWS
 
 
 @functools.cache

@@ -15,22 +15,22 @@ import torch
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import GraphModule, Node
 
-from isthmus._device import strided
-from isthmus._device.buffer import wrap_strided
-from isthmus._device.decompose import to_arrays
-from isthmus._device.hosts import array_from_cpu
-from isthmus._device.plan import store
-from isthmus._device.private import has_kernel
+from isthmus._device.core import strided
+from isthmus._device.core.buffer import wrap_strided
+from isthmus._device.core.decompose import to_arrays
+from isthmus._device.core.host_tensors import array_from_cpu
+from isthmus._device.core.slots import store
+from isthmus._device.torch_glue.private import has_kernel
 from isthmus._dynamo import layout, refusals
 from isthmus._dynamo.random import Draw, Keyed, key_of
 from isthmus._graph.schema import Argument, mutating_of, schema_of
 from isthmus._ops import families  # noqa: F401  # importing it files every lowering
-from isthmus._ops.checks import require
 from isthmus._ops.common import Number, cast
 from isthmus._ops.registry import lowering_of
-from isthmus._ops.views import VIEWS
+from isthmus._ops.tensors.views import VIEWS
+from isthmus._ops.value_checks import require
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
-from isthmus._runtime.hosts import NUMBER_DTYPES
+from isthmus._runtime.host_arrays import NUMBER_DTYPES
 from isthmus.errors import IsthmusError, LoweringError, Unsupported
 
 Array = Any
@@ -164,7 +164,7 @@ def constant(module: GraphModule, node: Node) -> Any:
     found = operator.attrgetter(str(node.target))(module)
     if isinstance(found, torch.Tensor):
         if found.device.type == "jax":
-            from isthmus._device.transfer import array_of
+            from isthmus._device.core.transfers import array_of
 
             return array_of(found)
         return array_from_cpu(found.cpu())

@@ -17,10 +17,10 @@ from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-from isthmus._dynamo import private, record
+from isthmus._dynamo import compile_log, private
 from isthmus._dynamo.clusters import _ID, Clusters
 from isthmus._dynamo.random import Draw, Keyed
-from isthmus._dynamo.tables import amount, counted, duration, first_line, table
+from isthmus._dynamo.text_tables import amount, counted, duration, first_line, table
 from isthmus._runtime import counters, files
 from isthmus._runtime.compiler import Executable
 
@@ -171,7 +171,7 @@ class Explanation:
 
     def save_html(self, path: str | Path) -> None:
         """Write one page that needs nothing else, with a picture of each graph's clusters."""
-        from isthmus._dynamo.page import page
+        from isthmus._dynamo.html import page
 
         files.write(path, page(self).encode())
 
@@ -219,7 +219,7 @@ def explained(
 
     torch._dynamo.reset()
     fallen = counters.fallbacks.copy()
-    with record.recording() as found, private.graph_breaks() as breaks:
+    with compile_log.recording() as found, private.graph_breaks() as breaks:
         started = time.perf_counter()
         result = torch.compile(fn, backend="isthmus", **options)(*args, **kwargs)
         if backward:
@@ -252,7 +252,7 @@ def _backward(result: Any) -> None:
     torch.autograd.backward(leaves, [torch.ones_like(leaf) for leaf in leaves])
 
 
-def _graph(clusters: Clusters, compilations: Sequence[record.Compilation]) -> Graph:
+def _graph(clusters: Clusters, compilations: Sequence[compile_log.Compilation]) -> Graph:
     """Return what became of one graph."""
     nodes = _calls(clusters.module)
     steps: list[Cluster | Outside] = []
@@ -269,7 +269,7 @@ def _graph(clusters: Clusters, compilations: Sequence[record.Compilation]) -> Gr
     return Graph(clusters.name, tuple(steps[at] for at in order), clusters.module)
 
 
-def _cluster(program: Program, made: Sequence[record.Compilation]) -> Cluster:
+def _cluster(program: Program, made: Sequence[compile_log.Compilation]) -> Cluster:
     ops = Counter(operation(node) for node in _calls(program.module) if not isinstance(node.target, Draw))
     names = [f"{program.name} [{number}]" for number in range(1, len(made) + 1)]
     if len(made) == 1:

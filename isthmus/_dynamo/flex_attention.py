@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from isthmus._dynamo.evaluate import Evaluation, NodeFailure
 from isthmus._dynamo.subgraphs import Body, Subgraph
 from isthmus._ops.common import accumulation_dtype, cast
-from isthmus._ops.matmul import precision
+from isthmus._ops.linalg.matmul import precision
 
 Array = Any
 _LN2 = math.log(2)  # torch keeps sums and maxima as logarithms to the base of two

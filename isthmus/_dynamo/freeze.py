@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from isthmus._dynamo import blocks
+from isthmus._dynamo import repeated_blocks
 from isthmus._dynamo.options import Options
 from isthmus._dynamo.program import Program
 from isthmus._dynamo.random import Draw, Keyed
-from isthmus._ops.views import VIEWS
+from isthmus._ops.tensors.views import VIEWS
 from isthmus.errors import ConfigError
 
 
@@ -35,7 +35,9 @@ def frozen(
     if all(node.target in VIEWS for node in early):
         return None
     rest = [node for node in calls if node not in known]
-    cut, (first, second) = blocks.split(module, [blocks.segment(early), blocks.segment(rest)], options, name)
+    cut, (first, second) = repeated_blocks.split(
+        module, [repeated_blocks.segment(early), repeated_blocks.segment(rest)], options, name
+    )
     return _keeping(cut, first), [first, second]
 
 
@@ -74,4 +76,4 @@ def _keeping(cut: GraphModule, first: Program) -> Callable[[list[Any]], Any]:
         if getattr(node.target, "program", None) is first:
             node.target = once
     cut.recompile()
-    return blocks.calling(cut)
+    return repeated_blocks.calling(cut)

@@ -16,7 +16,7 @@ from torch.fx import Node
 from isthmus._dynamo import flex_attention, subgraphs
 from isthmus._dynamo.evaluate import HIGHER_ORDER, OWN, Evaluation
 from isthmus._dynamo.subgraphs import Body, strong
-from isthmus._runtime.hosts import NUMBER_DTYPES
+from isthmus._runtime.host_arrays import NUMBER_DTYPES
 from isthmus.errors import Unsupported
 
 Array = Any

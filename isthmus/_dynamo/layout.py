@@ -11,7 +11,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from isthmus._graph.layout import Spec, contiguous_strides, is_dense
-from isthmus._ops.views import VIEWS
+from isthmus._ops.tensors.views import VIEWS
 
 _VIEWING = {*VIEWS, torch.ops.aten.as_strided.default, operator.getitem}
 

@@ -1,6 +1,6 @@
 """Every private API of Dynamo that Isthmus uses, all of it optional as ``isthmus._upstream`` defines that.
 
-tests/test_private.py checks what each name does, tests/test_drift.py what happens without it.
+tests/device/test_private.py checks what each name does, tests/device/test_drift.py what happens without it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from isthmus._device import patches
-from isthmus._device.private import has_kernel
+from isthmus._device.torch_glue import patches
+from isthmus._device.torch_glue.private import has_kernel
 from isthmus._upstream import optional
 
 GraphBreak = tuple[list[tuple[str, int]], str, str | None]

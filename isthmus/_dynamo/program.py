@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from isthmus._device import mode
-from isthmus._device.buffer import buffer_of
-from isthmus._device.entry import alias_pattern, static_part
-from isthmus._device.private import likeness
-from isthmus._device.views import holds_booleans, store_bytes
-from isthmus._dynamo import crossing
+from isthmus._device.core import mode
+from isthmus._device.core.buffer import buffer_of
+from isthmus._device.core.entry import alias_pattern, static_part
+from isthmus._device.core.views import holds_booleans, store_bytes
+from isthmus._device.torch_glue.private import likeness
+from isthmus._dynamo import dlpack
 from isthmus._dynamo.options import Options
 from isthmus._dynamo.random import NO_WORDS, Draw
 from isthmus._dynamo.running import Run
 from isthmus._dynamo.specialization import Specialization
 from isthmus._runtime import forks
-from isthmus._runtime.hosts import device_number
+from isthmus._runtime.host_arrays import device_number
 
 _aten = torch.ops.aten
 _BUFFER, _SIGNATURE = attrgetter("_buffer"), attrgetter("signature")
@@ -113,7 +113,7 @@ def _gather(args: list[Any]) -> tuple[list[Any], list[Any]]:
         try:
             buffer = arg.untyped_storage()._buffer  # type: ignore[attr-defined]
         except AttributeError:
-            sources.append(crossing.arrive(arg))
+            sources.append(dlpack.arrive(arg))
             key.append((arg.device, arg.dtype, arg.shape, arg.stride()))
             continue
         offset = arg.storage_offset()

@@ -15,7 +15,7 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
-from isthmus._device import generator
+from isthmus._device.core import generator
 from isthmus._ops.registry import lowering_of
 
 NO_WORDS = np.zeros(4, np.uint32)

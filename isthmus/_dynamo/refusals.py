@@ -1,6 +1,6 @@
 """Calls in a graph that the CPU refuses: torch's Meta kernels, by which it was traced, miss many of its checks.
 
-The CPU is asked about each op of a graph once per sizes and dtypes (``isthmus/_device/refusals.py``): about those with
+The CPU is asked about each op of a graph once per sizes and dtypes (``checks/cpu_refusals.py``): about those with
 a lowering where they are lowered, about others where torch takes them apart. What it refuses is not compiled. It runs
 op by op, and the device raises as it does without ``torch.compile``; so a doubt costs speed and no answer.
 """
@@ -18,12 +18,12 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from isthmus._device import refusals
-from isthmus._device.inference import Warnings
+from isthmus._device.checks import cpu_refusals
+from isthmus._device.core.inference import Warnings
 from isthmus._dynamo.private import without_modes
 from isthmus._graph.schema import schema_of
 from isthmus._runtime.dtypes import to_torch_dtype
-from isthmus._runtime.lines import warn_user
+from isthmus._runtime.user_frames import warn_user
 
 _LIMIT = 4096
 _answers: dict[Any, tuple[Warnings, str | None]] = {}
@@ -50,7 +50,7 @@ def _check(op: OpOverload, values: tuple[Any, ...]) -> None:
     if key not in _answers:
         if len(_answers) >= _LIMIT:
             _answers.clear()
-        given, error = refusals.refusal(op, values)
+        given, error = cpu_refusals.refusal(op, values)
         _answers[key] = given, None if error is None else f"{op}: {type(error).__name__}: {error}"
     given, answer = _answers[key]
     if answer is not None:
@@ -109,7 +109,7 @@ def refuses_a_write(graph: Graph) -> bool:
 def _is_write(node: Node) -> bool:
     if node.op not in ("call_function", "call_method"):
         return False
-    if not _is_torchs(node) or not refusals.may_be_asked(_name(node)):
+    if not _is_torchs(node) or not cpu_refusals.may_be_asked(_name(node)):
         return False
     if node.kwargs.get("out") is not None:
         return True
@@ -148,7 +148,7 @@ def _refused(node: Node) -> bool:
             return getattr(args[0], node.target)(*args[1:], **kwargs)
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
-    return refusals.refuses(call, values)
+    return cpu_refusals.refuses(call, values)
 
 
 def views_bytes_as_booleans(graph: Graph) -> bool:

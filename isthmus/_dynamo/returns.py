@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from isthmus._device.buffer import Signature, maker
-from isthmus._device.plan import store
-from isthmus._device.private import restrided, restriding
-from isthmus._device.registration import load
-from isthmus._dynamo import crossing
-from isthmus._dynamo.keeping import KEEP, Contents, Part, token
+from isthmus._device.core.buffer import Signature, maker
+from isthmus._device.core.slots import store
+from isthmus._device.torch_glue.private import restrided, restriding
+from isthmus._device.torch_glue.registration import load
+from isthmus._dynamo import dlpack
 from isthmus._dynamo.layout import Symbols, root_of
+from isthmus._dynamo.saved_tensors import KEEP, Contents, Part, token
 from isthmus._graph.layout import Spec, packed_strides
 
 _Wrap = Callable[[list[Any], list[Any]], Any]
@@ -182,4 +182,4 @@ def _maker(spec: Spec | Contents, device: torch.device) -> Callable[[Any], Tenso
     if device.type == "jax":
         load()  # a graph may make the first tensor on the device, and no kernel runs
         return maker(spec, False)
-    return lambda array: crossing.depart(array, spec.size, spec.stride, device)
+    return lambda array: dlpack.depart(array, spec.size, spec.stride, device)

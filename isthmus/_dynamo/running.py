@@ -10,11 +10,12 @@ from typing import Any
 import jax
 import torch
 
-from isthmus._device import checks, donation
-from isthmus._device.buffer import Buffer
-from isthmus._device.plan import TensorSlot
-from isthmus._device.resident import Residence
-from isthmus._dynamo import crossing, record
+from isthmus._device.checks import value_checks
+from isthmus._device.core import donation
+from isthmus._device.core.buffer import Buffer
+from isthmus._device.core.resident_state import Residence
+from isthmus._device.core.slots import TensorSlot
+from isthmus._dynamo import compile_log, dlpack
 from isthmus._dynamo.specialization import KeptSlot, Specialization
 from isthmus._runtime import memory
 from isthmus._runtime.private import forgetting_callers
@@ -30,7 +31,7 @@ class Run:
     def __init__(self, specialization: Specialization) -> None:
         self.specialization = specialization
         self.residences: OrderedDict[tuple[int, ...], Residence] = OrderedDict()
-        self.auto = checks.auto()
+        self.auto = value_checks.auto()
         self._compile()
 
     def _compile(self) -> None:
@@ -39,7 +40,7 @@ class Run:
         targets = [one.targets[group] for group in one.written]
         places = {index: place for place, index in enumerate(one.others)}
         self.donated = [places[one.index(at)] for at in targets] if one.donates else []
-        self.call = record.compile(one, (*range(state), *[state + place for place in self.donated]))
+        self.call = compile_log.compile(one, (*range(state), *[state + place for place in self.donated]))
         self.wrap = one.returns.wrapper()
         here = all(one.local[at] for at in targets)
         self.rebind = _rebinder(targets, [one.slots[at] for at in targets], here)
@@ -151,6 +152,6 @@ def _rebinder(places: list[int], slots: list[Any], here: bool) -> Callable[[list
                 torch.autograd.graph.increment_version(target)
                 continue
             with torch.no_grad():
-                target.copy_(crossing.depart(value, slot.spec.size, slot.spec.stride, target.device))
+                target.copy_(dlpack.depart(value, slot.spec.size, slot.spec.stride, target.device))
 
     return rebind if here else copy_back

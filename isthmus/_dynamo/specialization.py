@@ -10,18 +10,18 @@ import jax
 from torch import Tensor
 from torch.fx import Node
 
-from isthmus._device.buffer import Buffer, check_reach
-from isthmus._device.checks import Conditions
-from isthmus._device.plan import Slot, Static, TensorSlot, slot_for
-from isthmus._device.resident import Packing
-from isthmus._device.strided import read
+from isthmus._device.checks.value_checks import Conditions
+from isthmus._device.core.buffer import Buffer, check_reach
+from isthmus._device.core.resident_state import Packing
+from isthmus._device.core.slots import Slot, Static, TensorSlot, slot_for
+from isthmus._device.core.strided import read
 from isthmus._dynamo.evaluate import Evaluation
-from isthmus._dynamo.keeping import Contents, Part, contents_of
 from isthmus._dynamo.layout import Symbols
 from isthmus._dynamo.returns import Returns
+from isthmus._dynamo.saved_tensors import Contents, Part, contents_of
 from isthmus._graph.layout import span
-from isthmus._ops.checks import collecting
-from isthmus._ops.reinterpret import reinterpret
+from isthmus._ops.tensors.reinterpret import reinterpret
+from isthmus._ops.value_checks import collecting
 from isthmus._runtime import compiler
 from isthmus._runtime.dtypes import to_jax_dtype
 from isthmus.errors import Unsupported

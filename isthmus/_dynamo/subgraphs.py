@@ -18,9 +18,9 @@ from isthmus._dynamo import layout
 from isthmus._dynamo.evaluate import Evaluation, NodeFailure, on_device
 from isthmus._dynamo.random import is_random
 from isthmus._graph.schema import schema_of
-from isthmus._ops.checks import collecting, require
 from isthmus._ops.common import wrap_dim
-from isthmus._ops.views import VIEWS
+from isthmus._ops.tensors.views import VIEWS
+from isthmus._ops.value_checks import collecting, require
 from isthmus.errors import Unsupported
 
 Array = Any

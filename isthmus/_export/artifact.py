@@ -13,8 +13,8 @@ import jax
 import torch
 from jax import export
 
-from isthmus._device.hosts import cpu_from_array
-from isthmus._export import container, executables, loader, trees
+from isthmus._device.core.host_tensors import cpu_from_array
+from isthmus._export import container, executables, loader, signature_trees
 from isthmus._export.trace import Traced
 from isthmus._interop.arrays import to_jax
 from isthmus._runtime.compiler import scoped_x64
@@ -113,11 +113,13 @@ def artifact(traced: Traced, name: str) -> Artifact:
         "convention": exported.calling_convention_version,
         "platforms": list(exported.platforms),
         "constraints": traced.constraints,
-        "inputs": {key: trees.describe(args[1][key], trees.array) for key in traced.inputs},
+        "inputs": {
+            key: signature_trees.describe(args[1][key], signature_trees.array) for key in traced.inputs
+        },
         "fixed": traced.fixed,
         "results": traced.results,
         "conditions": traced.conditions,
-        "weights": {key: trees.array(value) for key, value in args[0].items()},
+        "weights": {key: signature_trees.array(value) for key, value in args[0].items()},
         "kinds": traced.kinds,
         "tied": traced.tied,
         "executables": [],

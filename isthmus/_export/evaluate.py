@@ -19,13 +19,13 @@ from isthmus._dynamo.evaluate import OWN, Evaluation, lower
 from isthmus._dynamo.layout import root_of
 from isthmus._export.dims import is_dimension
 from isthmus._graph.schema import schema_of
-from isthmus._ops import cpu_convolution
-from isthmus._ops.attention import attention
 from isthmus._ops.common import Number, cast, product_dtype, wrap_dim
-from isthmus._ops.convolution import finished, plan
-from isthmus._ops.creation import count
+from isthmus._ops.nn import cpu_convolution
+from isthmus._ops.nn.attention import attention
+from isthmus._ops.nn.convolution import finished, plan
 from isthmus._ops.registry import lowering_of
-from isthmus._ops.views import VIEWS
+from isthmus._ops.tensors.creation import count
+from isthmus._ops.tensors.views import VIEWS
 from isthmus._runtime.dtypes import to_jax_dtype
 from isthmus.errors import Unsupported
 

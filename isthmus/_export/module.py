@@ -10,8 +10,8 @@ import torch
 from jax import export
 from torch import Tensor, nn
 
-from isthmus._device import checks
-from isthmus._export import loader, trees
+from isthmus._device.checks import value_checks
+from isthmus._export import loader, signature_trees
 from isthmus._interop.arrays import from_jax, to_jax
 from isthmus._runtime.compiler import scoped_x64
 from isthmus.errors import ExportError
@@ -48,7 +48,9 @@ class ProgramModule(nn.Module):
         with torch.no_grad():
             for name, value in state.items():
                 getattr(*self._places[name]).copy_(from_jax(value))
-        return _to(trees.ordered(self.program.spec["results"]["tuple"][0], from_jax(outputs)), device)
+        return _to(
+            signature_trees.ordered(self.program.spec["results"]["tuple"][0], from_jax(outputs)), device
+        )
 
     def _tensors(self, given: Any) -> Any:
         """Return arguments with None for those that are no tensors, which must be what they were at the export."""
@@ -140,6 +142,6 @@ class _Flag:
 def _verify(held: Any, conditions: list[tuple[str, str]]) -> None:
     """Raise for the first condition that did not hold, at the time the config says."""
     errors = [(_ERRORS.get(name, RuntimeError), message) for name, message in conditions]
-    verify = checks.verifier(errors)
+    verify = value_checks.verifier(errors)
     if verify is not None:
         verify([_Flag(held, at) for at in range(len(errors))])

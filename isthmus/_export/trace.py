@@ -21,12 +21,12 @@ from isthmus._dynamo import decompositions
 from isthmus._dynamo import higher_order as _higher_order  # noqa: F401  # importing it files the rules
 from isthmus._dynamo.evaluate import OWN, NodeFailure, is_lowered
 from isthmus._dynamo.random import is_random
-from isthmus._dynamo.tables import first_line
-from isthmus._export import dims, trees
+from isthmus._dynamo.text_tables import first_line
+from isthmus._export import dims, signature_trees
 from isthmus._export.evaluate import Exporting
-from isthmus._ops.checks import collecting
 from isthmus._ops.registry import lowering_of
-from isthmus._ops.views import VIEWS
+from isthmus._ops.tensors.views import VIEWS
+from isthmus._ops.value_checks import collecting
 from isthmus._runtime.compiler import scoped_x64
 from isthmus._runtime.dtypes import to_jax_dtype
 from isthmus.errors import ExportError
@@ -148,8 +148,10 @@ class _Trace:
                 outputs.append(_output(result))
             elif spec.kind.name in _WRITES:
                 state[self.tied.get(spec.target or "", spec.target)] = result
-        made = trees.build(self.program.call_spec.out_spec, iter(outputs)), state, held
-        self.results = trees.describe(made, trees.array)  # JAX forgets the order of a dict
+        made = signature_trees.build(self.program.call_spec.out_spec, iter(outputs)), state, held
+        self.results = signature_trees.describe(
+            made, signature_trees.array
+        )  # JAX forgets the order of a dict
         return made
 
     def _argument(self, node: Node, spec: Any, weights: dict[str, Any], given: dict[Node, Any]) -> Any:
@@ -193,7 +195,7 @@ class _Trace:
         """Return leaves in the containers of each input, by the names of the model's arguments."""
         spec = self.program.call_spec.in_spec
         assert spec is not None
-        args, kwargs = trees.build(spec, iter(leaves))
+        args, kwargs = signature_trees.build(spec, iter(leaves))
         signature = self.program.module_call_graph[0].signature
         names = getattr(signature, "forward_arg_names", None) or [f"arg{n}" for n in range(len(args))]
         return {**dict(zip(names, args, strict=False)), **kwargs}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from isthmus._graph.equivalents import EQUIVALENTS, HALVES, WIDENED
+from isthmus._graph.cpu_equivalents import EQUIVALENTS, HALVES, WIDENED
 from isthmus._graph.graph import Graph, check, fill
 from isthmus._graph.nodes import Call, Input, Item, Leaf, Node
 from isthmus._graph.reference import numbers_for_tensors, perform

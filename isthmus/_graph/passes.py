@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from isthmus._graph import structure
+from isthmus._graph import view_calls
 from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import Call, Input, Item, Leaf, Node, Type, call_of, node
 
@@ -97,7 +97,7 @@ def _view(call: Call, inputs: tuple[Node, ...]) -> Node | None:
     if not _is(given, _VIEW):
         return None
     base = given.inputs[0]
-    return base if base.type == type else node(structure.view(base.type, type.size), base)
+    return base if base.type == type else node(view_calls.view(base.type, type.size), base)
 
 
 def _permute(call: Call, inputs: tuple[Node, ...]) -> Node | None:
@@ -108,7 +108,7 @@ def _permute(call: Call, inputs: tuple[Node, ...]) -> Node | None:
         given, order = given.inputs[0], tuple(inner[d] for d in order)
     if order == tuple(range(len(order))):
         return given
-    return None if given is inputs[0] else node(structure.permute(given.type, order), given)
+    return None if given is inputs[0] else node(view_calls.permute(given.type, order), given)
 
 
 def _expand(call: Call, inputs: tuple[Node, ...]) -> Node | None:
@@ -116,7 +116,7 @@ def _expand(call: Call, inputs: tuple[Node, ...]) -> Node | None:
     if not _is(given, _EXPAND):
         return None
     base = given.inputs[0]
-    (again,) = structure.expand(base.type, _type(call).size)
+    (again,) = view_calls.expand(base.type, _type(call).size)
     return node(again, base)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from isthmus._graph.equivalents import EQUIVALENTS, WIDENED
+from isthmus._graph.cpu_equivalents import EQUIVALENTS, WIDENED
 from isthmus._graph.graph import Graph, check, evaluate, fill
 from isthmus._graph.nodes import Call, Node, Type
 from isthmus._graph.schema import schema_of

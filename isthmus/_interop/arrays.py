@@ -12,13 +12,13 @@ import jax
 import numpy as np
 from torch import Tensor
 
-from isthmus._device import mode
-from isthmus._device.buffer import wrap
-from isthmus._device.hosts import array_from_cpu
-from isthmus._device.transfer import array_of
+from isthmus._device.core import mode
+from isthmus._device.core.buffer import wrap
+from isthmus._device.core.host_tensors import array_from_cpu
+from isthmus._device.core.transfers import array_of
 from isthmus._runtime.compiler import default_device
 from isthmus._runtime.dtypes import to_torch_dtype
-from isthmus._runtime.hosts import from_numpy
+from isthmus._runtime.host_arrays import from_numpy
 from isthmus.errors import IsthmusError
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from isthmus._device import patches
-from isthmus._device.buffer import buffer_of
-from isthmus._device.derivatives import conjugated
+from isthmus._device.core.buffer import buffer_of
+from isthmus._device.core.derivatives import conjugated
+from isthmus._device.torch_glue import patches
 from isthmus._interop.arrays import from_jax, to_jax
 from isthmus.errors import IsthmusError
 

@@ -9,7 +9,7 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from isthmus._interop.sources import Leaf, Source, Tree, is_inexact, name_of
+from isthmus._interop.module_adapter import Leaf, Source, Tree, is_inexact, name_of
 from isthmus.errors import IsthmusError
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax import core, linen, nnx
 
-from isthmus._interop.sources import Leaf, Path, Source, Tree, is_inexact, is_key, name_of
+from isthmus._interop.module_adapter import Leaf, Path, Source, Tree, is_inexact, is_key, name_of
 from isthmus.errors import IsthmusError
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isthmus._device.buffer import buffer_of
+from isthmus._device.core.buffer import buffer_of
 from isthmus._interop.arrays import from_jax, to_jax
 from isthmus._interop.torch_functions import NARROW, inside_jax, on_arrays
 from isthmus._runtime.compiler import has_x64

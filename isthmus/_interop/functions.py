@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isthmus._device.derivatives import conjugated
-from isthmus._device.private import hide_from_dynamo, in_forward_mode
+from isthmus._device.core.derivatives import conjugated
+from isthmus._device.torch_glue.private import hide_from_dynamo, in_forward_mode
 from isthmus._dynamo.private import nonstrict_trace
-from isthmus._interop import bodies
+from isthmus._interop import traced_functions
 from isthmus._interop.arrays import from_jax, to_jax
-from isthmus._interop.bodies import Body, Kind, kinds_of
-from isthmus._interop.wide import partial_at
+from isthmus._interop.traced_functions import Body, Kind, kinds_of
+from isthmus._interop.x64_primitive import partial_at
 from isthmus._runtime.compiler import chosen_x64
 from isthmus._runtime.dtypes import to_jax_dtype
 from isthmus._runtime.private import trace_state_clean
@@ -142,7 +142,7 @@ class Border:
         if not tensors:  # torch knows by a tensor where an op runs
             tensors = [torch.zeros((), device="jax")]
         body = self.body(tensors)
-        found = bodies.call(body, tensors)
+        found = traced_functions.call(body, tensors)
         return found[0] if body.is_single else jax.tree.unflatten(body.spec, found)
 
     def body(self, tensors: Sequence[Tensor]) -> Body:
@@ -252,7 +252,7 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def forward(border: Border, saving: Saving, *tensors: Tensor) -> Any:
-        return tuple(bodies.call(saving.body, list(tensors)))
+        return tuple(traced_functions.call(saving.body, list(tensors)))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -271,7 +271,7 @@ class _Call(torch.autograd.Function):
         if torch.is_grad_enabled():
             pulled = ctx.border.gradient(saving.wanted, ctx.count)([*tensors, *varying])
         else:
-            pulled = bodies.call(saving.back(), [*kept, *varying])
+            pulled = traced_functions.call(saving.back(), [*kept, *varying])
         found: list[Any] = [None] * (2 + ctx.count)
         for n, gradient in zip(saving.wanted, pulled, strict=True):
             found[2 + n] = gradient

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from isthmus._interop.arrays import from_jax, to_jax
 from isthmus._interop.functions import jax_function
-from isthmus._interop.sources import Source
+from isthmus._interop.module_adapter import Source
 from isthmus._runtime.compiler import has_x64
 from isthmus.errors import IsthmusError
 

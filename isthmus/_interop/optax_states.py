@@ -10,8 +10,8 @@ import jax
 import torch
 
 from isthmus._interop.arrays import from_jax, to_jax
-from isthmus._interop.bodies import precision_of
 from isthmus._interop.checkpoints import nest
+from isthmus._interop.traced_functions import precision_of
 from isthmus.errors import IsthmusError
 
 # The fields of optax's states, and what torch calls them.

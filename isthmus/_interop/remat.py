@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from isthmus._device import generator
+from isthmus._device.core import generator
 from isthmus._interop.functions import jax_function
 from isthmus.errors import IsthmusError
 

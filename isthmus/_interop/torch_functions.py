@@ -11,11 +11,11 @@ import jax
 import numpy as np
 import torch
 
-from isthmus._device import generator
-from isthmus._interop import wide
+from isthmus._device.core import generator
+from isthmus._interop import x64_primitive
 from isthmus._interop.arrays import from_jax, to_jax
 from isthmus._interop.autograd_functions import respected
-from isthmus._interop.trees import teach
+from isthmus._interop.containers import teach
 from isthmus._runtime.compiler import has_x64
 from isthmus._runtime.private import is_traced
 from isthmus.errors import IsthmusError
@@ -59,7 +59,7 @@ def on_arrays(function: Function, *args: Any) -> Any:
         return [_narrow(r) if is_narrow else r for r in results if isinstance(r, jax.Array)]
 
     arrays = [leaves[n] for n in at]
-    found = iter(wide.call(run, *arrays) if is_narrow and is_traced(arrays) else run(*arrays))
+    found = iter(x64_primitive.call(run, *arrays) if is_narrow and is_traced(arrays) else run(*arrays))
     shape, others = rest
     return jax.tree.unflatten(shape, [next(found) if other is None else other[0] for other in others])
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from isthmus._interop.remat import rematerialized
-from isthmus._lazy import record
+from isthmus._lazy import install
 from isthmus._lazy.jit import Jitted
 from isthmus.errors import IsthmusError
 
@@ -42,7 +42,7 @@ def train_step(
     _start(optimizer)
     chosen = list(dict.fromkeys(_chosen(model, remat)))
     # As a partial function, so that jit finds what belongs to the step.
-    record.install()
+    install.install()
     return Jitted(functools.partial(_step, model, loss_fn, optimizer, accumulate, chosen), True, ())
 
 

@@ -12,21 +12,21 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from isthmus import config
-from isthmus._device import donation, generator, mode
-from isthmus._device.buffer import Buffer
-from isthmus._device.private import empty_tensor, restride
-from isthmus._device.resident import Residence
-from isthmus._device.views import attach_to
+from isthmus._device.core import donation, generator, mode
+from isthmus._device.core.buffer import Buffer
+from isthmus._device.core.resident_state import Residence
+from isthmus._device.core.views import attach_to
+from isthmus._device.torch_glue.private import empty_tensor, restride
 from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import Leaf, Node
 from isthmus._lazy import programs
+from isthmus._lazy.captured_objects import Roots
 from isthmus._lazy.guards import Guard
-from isthmus._lazy.roots import Roots
+from isthmus._lazy.record_checks import ApiWatch, OpWatch
 from isthmus._lazy.trace import trace
-from isthmus._lazy.watch import ApiWatch, OpWatch
 from isthmus._lazy.xla import NOTHING, Kept
 from isthmus._runtime import counters
-from isthmus._runtime.lines import user_line
+from isthmus._runtime.user_frames import user_line
 from isthmus.errors import JitError
 
 _UNLIMITED = 2**62

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from isthmus._device.private import likeness
-from isthmus._lazy.roots import Roots
+from isthmus._device.torch_glue.private import likeness
+from isthmus._lazy.captured_objects import Roots
 
 _PLAIN = (bool, int, float, complex, str, tuple, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from isthmus._device import mode
-from isthmus._device.entry import static_part
+from isthmus._device.core import mode
+from isthmus._device.core.entry import static_part
 from isthmus._lazy.capture import Capture
-from isthmus._lazy.roots import Roots
+from isthmus._lazy.captured_objects import Roots
 from isthmus._lazy.trace import trace
 from isthmus.errors import JitError
 

@@ -10,15 +10,15 @@ from threading import get_ident
 from typing import Any
 
 from isthmus import config
-from isthmus._device import donation
-from isthmus._device.buffer import Buffer, Lost
+from isthmus._device.core import donation
+from isthmus._device.core.buffer import Buffer, Lost
 from isthmus._graph.backends import backend_named
 from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import TABLE, Leaf, Node, forget_all_but, leaf, reachable
 from isthmus._graph.passes import optimise, remade, share_offsets
-from isthmus._graph.stages import Stage, cut
-from isthmus._lazy import causes, storms
-from isthmus._lazy.hosted import HostedProgram
+from isthmus._graph.split import Stage, cut
+from isthmus._lazy import recompile_warnings, sync_reasons
+from isthmus._lazy.custom_backend import HostedProgram
 from isthmus._lazy.trace import trace
 from isthmus._lazy.xla import NOTHING, Kept, XlaProgram
 from isthmus._runtime import counters, forks
@@ -101,7 +101,7 @@ def materialise(buffer: Buffer | None = None) -> None:
         finally:
             trace.enter(mine)
     settle()
-    storms.warn()
+    recompile_warnings.warn()
 
 
 def _materialise() -> Callable[[], None]:
@@ -130,7 +130,7 @@ def _materialise() -> Callable[[], None]:
 def _run(live: list[Buffer]) -> Callable[[], None]:
     """Compute what these buffers hold, give them the arrays and empty the trace; return how to check the conditions."""
     wanted = tuple([buffer.held for buffer in live])
-    cause, line = causes.cause_and_line()
+    cause, line = sync_reasons.cause_and_line()
     run = _Run()
     staged = _stages(line, wanted)
 
@@ -146,13 +146,13 @@ def _run(live: list[Buffer]) -> Callable[[], None]:
     else:
         graph, stages = staged
         run.stages(stages, lambda values: commit([values[n] for n in wanted]))
-    causes.note(cause, line, graph, run.known)
+    sync_reasons.note(cause, line, graph, run.known)
     return run.settle
 
 
 def _stages(line: str, wanted: tuple[Node, ...]) -> tuple[Graph, list[Stage]] | None:
     """Return the graph of nodes never wanted before and its stages, where a line needs a new program every time."""
-    before = storms.last(line)
+    before = recompile_warnings.last(line)
     if before is None or (config.backend, *wanted) in _families:
         return None
     graph = Graph.of(tuple(dict.fromkeys(wanted)))

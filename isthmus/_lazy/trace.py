@@ -20,12 +20,12 @@ from weakref import ref
 import torch
 
 from isthmus import config
-from isthmus._device import generator
-from isthmus._device.buffer import Buffer, Lost, Signature
-from isthmus._device.donation import Rewriting, settled
+from isthmus._device.core import generator
+from isthmus._device.core.buffer import Buffer, Lost, Signature
+from isthmus._device.core.donation import Rewriting, settled
 from isthmus._graph.nodes import Node, Type, leaf
 from isthmus._runtime.dtypes import to_torch_dtype
-from isthmus._runtime.hosts import LARGEST, NUMBER_DTYPES
+from isthmus._runtime.host_arrays import LARGEST, NUMBER_DTYPES
 
 _NUMBERS = {kind: to_torch_dtype(dtype) for kind, dtype in NUMBER_DTYPES.items()}
 _TYPES = {dtype: Type((), dtype) for dtype in [*_NUMBERS.values(), torch.uint64]}

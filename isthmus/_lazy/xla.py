@@ -13,21 +13,21 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from isthmus._device import decompose, strided
-from isthmus._device.build import random_key
-from isthmus._device.checks import Conditions
-from isthmus._device.plan import flatten
-from isthmus._device.resident import Packing
+from isthmus._device.checks.value_checks import Conditions
+from isthmus._device.core import decompose, strided
+from isthmus._device.core.plan import random_key
+from isthmus._device.core.resident_state import Packing
+from isthmus._device.core.slots import flatten
 from isthmus._graph.graph import Graph, arguments_of, evaluate
 from isthmus._graph.nodes import Call, Leaf, Node
 from isthmus._lazy.trace import Trace
-from isthmus._ops.checks import collecting
 from isthmus._ops.common import Number
 from isthmus._ops.registry import lowering_of
-from isthmus._ops.reinterpret import reinterpret
+from isthmus._ops.tensors.reinterpret import reinterpret
+from isthmus._ops.value_checks import collecting
 from isthmus._runtime import compiler
 from isthmus._runtime.dtypes import to_jax_dtype
-from isthmus._runtime.hosts import from_numpy
+from isthmus._runtime.host_arrays import from_numpy
 from isthmus.errors import IsthmusError
 
 Array = Any

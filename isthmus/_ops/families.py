@@ -5,6 +5,6 @@ import pkgutil
 
 import isthmus._ops
 
-for _module in sorted(m.name for m in pkgutil.iter_modules(isthmus._ops.__path__)):
-    if _module != "families":
-        importlib.import_module(f"isthmus._ops.{_module}")
+for _module in sorted(m.name for m in pkgutil.walk_packages(isthmus._ops.__path__, "isthmus._ops.")):
+    if _module != __name__:
+        importlib.import_module(_module)

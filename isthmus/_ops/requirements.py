@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isthmus._ops.checks import require
 from isthmus._ops.registry import lowering
+from isthmus._ops.value_checks import require
 
 
 def _on_meta(self: Tensor, holds: Tensor, message: str) -> Tensor:

@@ -13,7 +13,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from isthmus._runtime import counters, disk, effort, forks, gaps, memory, private, progress
+from isthmus._runtime import (
+    counters,
+    cpu_compile_options,
+    executable_cache,
+    forks,
+    gpu_alloc_gaps,
+    memory,
+    private,
+    progress,
+)
 
 Function = Callable[..., Any]
 # XLA's compiler runs without the interpreter lock, so two threads may meet here; one compiles at a time.
@@ -68,7 +77,9 @@ class Executable:
 
 def compile(function: Function, inputs: Sequence[Any], donate: tuple[int, ...] = ()) -> Function:
     """Compile the function of one op for inputs of these shapes and return the cheapest way to call it."""
-    return build(function, inputs, donate, effort.options_for if platform() == "cpu" else None).call
+    return build(
+        function, inputs, donate, cpu_compile_options.options_for if platform() == "cpu" else None
+    ).call
 
 
 def build(
@@ -88,7 +99,7 @@ def build(
         clock.lap("trace")
         lowered = traced.lower()
         clock.lap("lower")
-        compiled = disk.load(lowered, donate, options)
+        compiled = executable_cache.load(lowered, donate, options)
         if compiled is None:
             try:
                 compiled = lowered.compile(compiler_options=options or None)
@@ -96,7 +107,7 @@ def build(
                 if memory.is_exhausted(error):
                     raise memory.exhausted(error) from error
                 raise
-            disk.save(compiled, lowered, donate, options)
+            executable_cache.save(compiled, lowered, donate, options)
         clock.lap("xla")
     counters.count_compilation(clock.laps)
     return Executable(private.fast_call(compiled), lowered, compiled, clock.laps)
@@ -138,7 +149,7 @@ def inline(function: Function) -> Function:
 def default_device() -> Any:
     """Return the JAX device tensors live on."""
     device = jax.local_devices()[0]
-    gaps.leave(device)
+    gpu_alloc_gaps.leave(device)
     return device
 
 

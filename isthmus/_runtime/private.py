@@ -1,6 +1,6 @@
 """Every private API of JAX that Isthmus uses; all of it optional, as ``isthmus._upstream`` defines that.
 
-tests/test_private.py checks what each name does, tests/test_drift.py what happens without it.
+tests/device/test_private.py checks what each name does, tests/device/test_drift.py what happens without it.
 """
 
 from __future__ import annotations

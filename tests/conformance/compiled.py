@@ -14,7 +14,7 @@ import torch
 from torch.testing._internal import common_methods_invocations
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
-from isthmus._dynamo import record
+from isthmus._dynamo import compile_log
 from tests.conformance import invariants, kinds
 from tests.conformance.trial import Trial
 from tests.conformance.values import PLACES, gradients, leaves, names_a_device
@@ -59,7 +59,7 @@ def _unseeded(function: Function, *args: Any, **kwargs: Any) -> Any:
 def run(op: OpInfo, call: Call, samples: Iterable[SampleInput], verdict: Verdict) -> None:
     """Run ``call`` on every sample, eager on the CPU and compiled on the device, and note where they differ."""
     for number, sample in enumerate(samples):
-        with record.recording() as found:
+        with compile_log.recording() as found:
             _trial(op, call, sample).run(verdict, number)
         outside = {str(node.target) for graph in found.graphs for node, _ in graph.outside}
         verdict.outside.update(outside)

@@ -14,8 +14,8 @@ from unittest import mock
 import jax
 
 import isthmus
-from isthmus._device import hosts as device_hosts
-from isthmus._runtime import compiler, hosts, private
+from isthmus._device.core import host_tensors as device_hosts
+from isthmus._runtime import compiler, host_arrays, private
 
 _PACKAGE = str(Path(isthmus.__file__).parent)
 
@@ -68,8 +68,8 @@ class Injector:
     @contextlib.contextmanager
     def _transfer(self) -> Iterator[None]:
         with (
-            mock.patch.object(device_hosts, "from_numpy", self._before(hosts.from_numpy)),
-            mock.patch.object(device_hosts, "to_numpy", self._before(hosts.to_numpy)),
+            mock.patch.object(device_hosts, "from_numpy", self._before(host_arrays.from_numpy)),
+            mock.patch.object(device_hosts, "to_numpy", self._before(host_arrays.to_numpy)),
         ):
             yield
 

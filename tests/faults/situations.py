@@ -273,7 +273,7 @@ def modes() -> None:
 
 def switched_off() -> None:
     """A torch without the private names: the process goes on, the exception is printed, and the doctor knows."""
-    from isthmus._device import private
+    from isthmus._device.torch_glue import private
 
     def changed(key: str, value: Any) -> None:
         raise AttributeError("module 'torch._C' has no attribute '_stash_obj_in_tls'")

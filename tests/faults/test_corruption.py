@@ -23,7 +23,7 @@ from torch import nn
 
 import isthmus
 from isthmus._export import container, loader
-from isthmus._runtime import checksums, compiler, disk
+from isthmus._runtime import checksums, compiler, executable_cache
 from isthmus.errors import DamagedFile, ExportError, IsthmusError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -175,7 +175,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cache"
     monkeypatch.setattr(isthmus.config, "current", replace(isthmus.config.current, cache=str(folder)))
     isthmus.metrics.clear()
-    for cached in (disk._tidied, disk._warn_of, disk._sizes):
+    for cached in (executable_cache._tidied, executable_cache._warn_of, executable_cache._sizes):
         cached.cache_clear()
     return folder
 
@@ -217,7 +217,11 @@ def test_the_cache_unpickles_what_it_wrote_and_nothing_else(cache: Path, tmp_pat
     build()
     (file,) = (path for path in cache.iterdir() if path.name != "key")
     good = file.read_bytes()
-    for content in (harmful, hashlib.sha256(harmful).digest() + harmful, good[: disk._DIGEST] + harmful):
+    for content in (
+        harmful,
+        hashlib.sha256(harmful).digest() + harmful,
+        good[: executable_cache._DIGEST] + harmful,
+    ):
         file.write_bytes(content)
         build()
     other = file.with_name("0" * 64)
@@ -225,12 +229,14 @@ def test_the_cache_unpickles_what_it_wrote_and_nothing_else(cache: Path, tmp_pat
     other.rename(other.with_name(file.name))
     build()
     assert loaded_from_disk() == 1
-    content = disk._digest(other, good[disk._DIGEST :]) + good[disk._DIGEST :]
+    content = (
+        executable_cache._digest(other, good[executable_cache._DIGEST :]) + good[executable_cache._DIGEST :]
+    )
     file.write_bytes(content)
     build()
     assert loaded_from_disk() == 1
     assert not mark.exists()
-    file.write_bytes(disk._digest(file, harmful) + harmful)
+    file.write_bytes(executable_cache._digest(file, harmful) + harmful)
     build()
     assert mark.exists(), "with the key it is unpickled, so the test would see it"
 
@@ -241,7 +247,7 @@ def test_a_cache_that_others_can_write_to_is_not_used(cache: Path, tmp_path: Pat
     (file,) = (path for path in cache.iterdir() if path.name != "key")
     for mode in (0o770, 0o707, 0o720):
         cache.chmod(mode)
-        disk._warn_of.cache_clear()
+        executable_cache._warn_of.cache_clear()
         with pytest.warns(UserWarning, match="others may write to it"):
             build()
         assert loaded_from_disk() == 0
@@ -258,7 +264,7 @@ def test_a_cache_that_others_can_write_to_is_not_used(cache: Path, tmp_path: Pat
     assert loaded_from_disk() == 0
     if os.geteuid() == 0:
         os.chown(cache, 12345, -1)
-        disk._warn_of.cache_clear()
+        executable_cache._warn_of.cache_clear()
         with pytest.warns(UserWarning, match="belongs to another user"):
             build()
         assert loaded_from_disk() == 0
@@ -277,8 +283,8 @@ def test_the_cache_stays_small_and_tidy(cache: Path, monkeypatch: pytest.MonkeyP
         old.write_bytes(bytes(100_000))
         os.utime(old, (n, n))
     monkeypatch.setattr(isthmus.config, "current", replace(isthmus.config.current, cache_size=1))
-    disk._sizes.cache_clear()
-    disk._tidied.cache_clear()
+    executable_cache._sizes.cache_clear()
+    executable_cache._tidied.cache_clear()
     file.unlink()
     build()
     left = {path.name for path in cache.iterdir()}

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import isthmus
-from isthmus._device import donation
+from isthmus._device.core import donation
 from isthmus._runtime import counters
 from tests.faults.training import Training, differences, same
 

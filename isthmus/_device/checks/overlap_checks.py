@@ -1,0 +1,107 @@
+"""Writes torch refuses: to memory shown twice, or from memory being written.
+
+The CPU says which: it runs the op on tensors of the same layout, and only where a call looks suspicious.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch._ops import OpOverload
+
+from isthmus._device.checks.cpu_refusals import OVERLAP, ask, stand_ins, tensors_of
+from isthmus._graph.schema import schema_of
+
+Values = tuple[Any, ...]
+_LIMIT = 4096
+_fine: set[tuple[Any, ...]] = set()
+
+
+def check_new(op: OpOverload, values: Values) -> None:
+    """Raise what torch raises for a write whose layouts it refuses; asked once per signature."""
+    targets = _targets(op, values)
+    if any(_repeats(target) for target in targets):
+        _ask(op, values)
+    elif _share(targets, values) and not _only_repeated(tensors_of(values)):
+        check_aliases(op, values)
+
+
+def check_each(op: OpOverload, values: Values) -> None:
+    """Raise what torch raises for a call that writes, made by a kernel that has no plans."""
+    targets = _targets(op, values)
+    if any(_repeats(target) for target in targets):
+        _ask(op, values)
+    elif _share(targets, values):
+        check_aliases(op, values)
+
+
+def _targets(op: OpOverload, values: Values) -> list[Tensor]:
+    bound = schema_of(op).named(values)
+    return tensors_of(tuple(bound[name] for name in schema_of(op).mutated))
+
+
+def _share(targets: list[Tensor], values: Values) -> bool:
+    """Return whether any target has the storage of another tensor of the call."""
+    storages = [tensor.untyped_storage()._cdata for tensor in tensors_of(values)]
+    return len(set(storages)) < len(storages) and any(
+        [storages.count(target.untyped_storage()._cdata) > 1 for target in targets]
+    )
+
+
+def guarded(op: OpOverload, values: Values, plan: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the plan of a call that writes, made to look at each call where a target shares its storage."""
+    if not _share(_targets(op, values), values):
+        return plan
+    plainly = _only_repeated(tensors_of(values))
+
+    def checked(inputs: list[Any], values: Values) -> Any:
+        # Where views begin is no part of the key, and it decides whether they overlap.
+        if not (plainly and _only_repeated(tensors_of(values))):
+            check_aliases(op, values)
+        return plan(inputs, values)
+
+    return checked
+
+
+def _only_repeated(tensors: list[Tensor]) -> bool:
+    """Return whether no storage is shared but by a tensor that is given twice."""
+    shown = {id(tensor): tensor for tensor in tensors}.values()
+    return len({tensor.untyped_storage()._cdata for tensor in shown}) == len(shown)
+
+
+def repeats_in_lists(op: OpOverload, values: Values) -> bool:
+    """Return whether a call on lists, which torch makes one by one, writes to a storage more than once."""
+    if not op._schema.name.startswith("aten::_foreach_") or op._schema.returns:
+        return False
+    targets = _targets(op, values)
+    return len({target.untyped_storage()._cdata for target in targets}) < len(targets)
+
+
+def check_aliases(op: OpOverload, values: Values) -> None:
+    """Raise what torch raises where a target and another tensor of the call share part of their memory."""
+    layouts = [
+        (t.untyped_storage()._cdata, t.shape, t.stride(), t.storage_offset(), t.dtype)
+        for t in tensors_of(values)
+    ]
+    storages = [layout[0] for layout in layouts]
+    if len(set(storages)) == len(storages):
+        return
+    key = (op, *[(storages.index(layout[0]), *layout[1:]) for layout in layouts])
+    if key not in _fine:
+        _ask(op, values)
+        if len(_fine) >= _LIMIT:
+            _fine.clear()
+        _fine.add(key)
+
+
+def _ask(op: OpOverload, values: Values) -> None:
+    """Run the op on CPU tensors that lie in memory as these do, for the refusal it may meet."""
+    _, error = ask(op, stand_ins(values))
+    if error is not None and OVERLAP in str(error):
+        raise error.with_traceback(None) from None
+
+
+def _repeats(tensor: Tensor) -> bool:
+    return any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,0 +1,171 @@
+"""The array belongs to the storage: a Buffer hangs on it, and every view of the storage shares it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from isthmus._device.core import donation, mode
+from isthmus._device.torch_glue.private import empty_tensor, restride
+from isthmus._graph.layout import Spec, contiguous_strides, is_as_made, span, storage_shape
+from isthmus._graph.nodes import Node
+from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
+from isthmus._runtime.private import is_traced
+from isthmus.errors import IsthmusError
+
+Array = Any
+
+
+class Signature:
+    """Shape and dtype of a buffer's value and whether it is a tracer; interned, so compared by identity.
+
+    ``shrunk`` marks a storage that was made shorter: tensors may show more than it has, so plans made for it look.
+    """
+
+    __slots__ = ("dtype", "nbytes", "shape", "shrunk", "traced")
+    _known: ClassVar[dict[tuple[Any, ...], Signature]] = {}
+
+    def __init__(
+        self, shape: tuple[int, ...], dtype: np.dtype[Any], traced: bool, shrunk: bool = False
+    ) -> None:
+        self.shape, self.dtype, self.traced, self.shrunk = shape, dtype, traced, shrunk
+        self.nbytes = math.prod(shape) * dtype.itemsize
+
+    @classmethod
+    def intern(
+        cls, shape: tuple[int, ...], dtype: np.dtype[Any], traced: bool = False, shrunk: bool = False
+    ) -> Signature:
+        """Return the one signature with these parts."""
+        key = (shape, dtype, traced, shrunk)
+        return cls._known.get(key) or cls._known.setdefault(key, cls(*key))
+
+    @classmethod
+    def of(cls, value: Array) -> Signature:
+        """Return the signature of ``value``."""
+        return cls.intern(tuple(value.shape), value.dtype, is_traced([value]))
+
+    def __repr__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}{' traced' if self.traced else ''}"
+
+
+class Buffer:
+    """What a storage holds: an array whose elements, in row-major order, are the storage's.
+
+    In lazy mode ``held`` may be a node that is to be computed, and a ``Rewriting`` while another thread writes;
+    ``value`` is an array always.
+    """
+
+    __slots__ = ("__weakref__", "held", "recorder", "signature")
+    recorder: int
+    """The thread that recorded the node it holds; of no meaning while it holds none."""
+
+    def __init__(self, held: Array | Node, signature: Signature) -> None:
+        self.held, self.signature = held, signature
+
+    @property
+    def value(self) -> Array:
+        """Return the array, computed if it has only been recorded."""
+        if mode.current.capture is not None and not self.signature.traced:
+            return mode.current.capture.read(self)
+        if type(self.held) is Node:
+            mode.current.materialise(self)
+        held = self.held
+        if type(held) is donation.Rewriting:
+            held = donation.settled(self)
+        if type(held) is Lost:
+            raise held.error()
+        if type(held) is Node:
+            raise IsthmusError("this tensor was recorded in a trace that is gone")
+        return held
+
+    def rebind(self, value: Array) -> None:
+        """Replace the contents; every tensor on the storage sees the new ones."""
+        self.held, self.signature = value, Signature.of(value)
+
+
+class Lost:
+    """What a buffer holds whose program failed."""
+
+    def __init__(self, cause: BaseException) -> None:
+        self.cause = cause
+
+    def error(self) -> Exception:
+        """Return what to raise for a read."""
+        return IsthmusError(f"this tensor was never computed, because its program failed: {self.cause}")
+
+
+def buffer_of(tensor: torch.Tensor) -> Buffer:
+    """Return the buffer behind a "jax" tensor."""
+    try:
+        return tensor.untyped_storage()._buffer  # type: ignore[attr-defined]
+    except AttributeError:
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices, jax:0 and "
+            f"{tensor.device}!"
+        ) from None
+
+
+def wrap(value: Array, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a new contiguous tensor that holds ``value``."""
+    size = tuple(value.shape)
+    if 0 in size:
+        return wrap_strided(value, size, contiguous_strides(size), dtype or to_torch_dtype(value.dtype))
+    return attach(empty_tensor(size, dtype or to_torch_dtype(value.dtype)), value)
+
+
+def attach(tensor: torch.Tensor, value: Array) -> torch.Tensor:
+    """Give a new tensor's storage its buffer."""
+    buffer = Buffer(value, Signature.of(value))
+    tensor.untyped_storage()._buffer = buffer  # type: ignore[attr-defined]
+    if mode.current.capture is not None:
+        mode.current.capture.note_own(buffer)
+    return tensor
+
+
+def wrap_strided(value: Array, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Return a new tensor of this layout on a storage that holds ``value``."""
+    tensor = empty_tensor(size, dtype)
+    if tensor.stride() != stride:
+        tensor = restride(tensor, size, stride)
+    return attach(tensor, value)
+
+
+def maker(spec: Spec, traced: bool) -> Callable[[Array], torch.Tensor]:
+    """Return a function that makes tensors of this spec, each on a new storage that holds what it is given."""
+    size, stride, dtype = spec.size, spec.stride, spec.dtype
+    if traced:
+        return lambda value: wrap_strided(value, size, stride, dtype)
+    signature = Signature.intern(storage_shape(size, stride), to_jax_dtype(dtype))
+    contiguous = is_as_made(size, stride)
+
+    def make(value: Array) -> torch.Tensor:
+        tensor = empty_tensor(size, dtype)
+        if not contiguous:
+            tensor = restride(tensor, size, stride)
+        tensor.untyped_storage()._buffer = Buffer(value, signature)  # type: ignore[attr-defined]
+        return tensor
+
+    return make
+
+
+def check_reach(tensor: torch.Tensor) -> None:
+    """Raise if a tensor shows more than its storage has, as one does whose storage was resized."""
+    held = getattr(tensor.untyped_storage(), "_buffer", None) if tensor.device.type == "jax" else None
+    if held is None or not tensor.numel():
+        return
+    needed = (int(tensor.storage_offset()) + span(tensor.shape, tensor.stride())) * tensor.dtype.itemsize
+    if needed > held.signature.nbytes:
+        raise RuntimeError(
+            f"a tensor of sizes {list(tensor.shape)}, strides {list(tensor.stride())} and storage offset "
+            f"{tensor.storage_offset()} needs a storage of {needed} bytes, but its storage was resized to "
+            f"{held.signature.nbytes} bytes"
+        )
+
+
+def storage_length(tensor: torch.Tensor) -> int:
+    """Return how many elements of the tensor's dtype its storage holds."""
+    return buffer_of(tensor).signature.nbytes // tensor.dtype.itemsize

@@ -1,0 +1,192 @@
+"""Derivatives of ops inside JAX's transformations, where JAX would differentiate their lowerings otherwise than torch.
+
+JAX takes a lowering apart and finds a derivative for each primitive. At kinks, at zero, and for symmetric matrices the
+sum of these is not what torch chose; some lowerings have none. For these ops the derivative is torch's own backward
+formula: as it is linear in the gradient it is given, JAX transposes it for forward mode.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch._ops import OpOverload
+
+from isthmus._device.core.buffer import wrap
+from isthmus._device.core.decompose import to_arrays
+from isthmus._device.core.slots import flatten
+from isthmus._device.torch_glue.private import above_autograd
+from isthmus._graph.names import aten
+from isthmus._graph.schema import schema_of
+from isthmus._ops.common import Number, linear
+from isthmus._ops.value_checks import collecting, require
+from isthmus._runtime.dtypes import to_torch_dtype
+
+Array = Any
+Tier = Callable[[dict[str, Any]], Any]
+BY_TORCH = {
+    # JAX splits the gradient where two sides meet, or gives it to one of them.
+    aten.abs.default, aten.clamp.default, aten.clamp.Tensor, aten.clamp_max.default, aten.clamp_max.Tensor,
+    aten.clamp_min.default, aten.clamp_min.Tensor, aten.hardsigmoid.default, aten.hardswish.default,
+    aten.hardtanh.default, aten.relu.default, aten.relu6.default, aten.div.Tensor_mode, aten.div.Scalar_mode,
+    aten.copysign.Tensor, aten.copysign.Scalar, aten.fmax.default, aten.fmin.default,
+    aten.log_sigmoid_forward.default,
+    # At zero, one or infinity JAX finds nan, torch a limit or zero.
+    aten._cdist_forward.default, aten._linalg_det.default, aten.atan2.default,
+    aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default, aten.digamma.default,
+    aten.hypot.default, aten.i0.default, aten.lgamma.default, aten.linalg_lu.default, aten.linalg_vector_norm.default,
+    aten.logit.default, aten.polygamma.default, aten.pow.Scalar, aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor,
+    aten.special_entr.default, aten.special_ndtri.default, aten.std.correction, aten.std_mean.correction,
+    # A symmetric matrix has its gradient in one triangle, or in both.
+    aten.cholesky.default, aten.linalg_cholesky_ex.default, aten._linalg_eigh.default, aten.linalg_eig.default,
+    # Indices inside: what they are does not change with the values, which JAX does not know.
+    aten._ctc_loss.default, aten._ctc_loss.Tensor, aten.adaptive_max_pool2d.default,
+    aten.adaptive_max_pool3d.default, aten.fractional_max_pool2d.default, aten.fractional_max_pool3d.default,
+    aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default, aten.max_unpool2d.default,
+    aten.max_unpool3d.default,
+    # JAX has no derivative for them.
+    aten.linalg_householder_product.default, aten.nextafter.default, aten.ormqr.default,
+}  # fmt: skip
+
+# Formulas that JAX cannot transpose: forward mode is refused.
+REVERSE_ONLY = {
+    aten._pdist_forward.default, aten.index_reduce.default, aten.scatter_reduce.two, aten.segment_reduce.default,
+    aten.special_xlog1py.default, aten.special_xlog1py.other_scalar, aten.special_xlog1py.self_scalar,
+    aten.xlogy.Scalar_Other, aten.xlogy.Scalar_Self, aten.xlogy.Tensor,
+}  # fmt: skip
+# What torch computes only where autograd is going to need it.
+_NEEDED = {aten._linalg_eigh.default: {"compute_v": True}}
+
+
+def differentiable(op: OpOverload, tier: Tier) -> Tier:
+    """Return what computes an op on tracers, with torch's derivative where JAX's would be another."""
+    if op not in BY_TORCH and op not in REVERSE_ONLY:
+        return tier
+
+    def run(arguments: dict[str, Any]) -> Any:
+        call = Call(op, tier, arguments)
+        return tier(arguments) if call.is_fixed or arguments.get("reduce") == "sum" else call.run()
+
+    return run
+
+
+class Call:
+    """One call of an op: its arrays are arguments of a function with a derivative of its own."""
+
+    def __init__(self, op: OpOverload, tier: Tier, arguments: dict[str, Any]) -> None:
+        self.op, self.tier = op, tier
+        self.errors: list[tuple[type[Exception], str]] = []
+        self.leaves, self.spec = jax.tree.flatten(arguments)
+        self.at = [n for n, leaf in enumerate(self.leaves) if isinstance(leaf, jax.Array)]
+        numbers = [leaf.value for leaf in self.leaves if isinstance(leaf, Number)]
+        # A program of our own, whose numbers are inputs: nobody differentiates it.
+        self.is_fixed = any(isinstance(value, jax.core.Tracer) for value in numbers)
+
+    def run(self) -> list[Array]:
+        """Return the results."""
+        computed = self._differentiable()(*[self.leaves[n] for n in self.at])
+        results = computed[: len(computed) - len(self.errors)]
+        for flag, error in zip(computed[len(results) :], self.errors, strict=True):
+            require(flag, *error)
+        return results
+
+    def _differentiable(self) -> Callable[..., list[Array]]:
+        if self.op in REVERSE_ONLY:
+            pulled = jax.custom_vjp(self._compute)
+            pulled.defvjp(lambda *arrays: (self._compute(*arrays), arrays), self._vjp)
+            return pulled
+        moved = jax.custom_jvp(self._compute)
+        moved.defjvp(lambda primals, tangents: self._jvp(moved, primals, tangents))
+        return moved
+
+    def _compute(self, *arrays: Array) -> list[Array]:
+        """Return the results, then what the op requires: JAX traces this apart, so nothing may leave it but so."""
+        with collecting() as found:
+            results = flatten(self.tier(self._arguments(arrays)))
+        self.errors = found.errors
+        return [*results, *found.flags]
+
+    def _arguments(
+        self, values: Sequence[Any], leaf: Callable[[Any], Any] = lambda value: value
+    ) -> dict[str, Any]:
+        """Return the arguments with other values for the arrays, and what a function makes of the rest."""
+        leaves = [leaf(value) for value in self.leaves]
+        for n, value in zip(self.at, values, strict=True):
+            leaves[n] = value
+        return jax.tree.unflatten(self.spec, leaves)
+
+    def _jvp(self, compute: Any, primals: Sequence[Array], tangents: Sequence[Array]) -> Any:
+        results = compute(*primals)
+        varying = [n for n, primal in enumerate(primals) if _varies(primal)]
+        outs = [
+            n for n, result in enumerate(results) if result is not None and _varies(result) and result.size
+        ]
+        pull = jax.linear_transpose(
+            lambda *given: self._pull(primals, varying, outs, given), *[results[n] for n in outs]
+        )
+        moved = dict(zip(outs, pull([tangents[n] for n in varying]), strict=True))
+        return results, [moved.get(n, _still(result)) for n, result in enumerate(results)]
+
+    def _vjp(self, primals: Sequence[Array], given: Sequence[Array]) -> tuple[Array | None, ...]:
+        varying = [n for n, primal in enumerate(primals) if _varies(primal)]
+        outs = [n for n, g in enumerate(given) if g is not None and g.dtype != jax.dtypes.float0]
+        found = dict(zip(varying, self._pull(primals, varying, outs, [given[n] for n in outs]), strict=True))
+        return tuple([found.get(n) for n in range(len(primals))])
+
+    def _pull(
+        self, primals: Sequence[Array], varying: list[int], outs: list[int], given: Sequence[Array]
+    ) -> list[Array]:
+        """Return the gradients of arrays by torch's formula, given those of results."""
+        tensors = [wrap(primal) for primal in primals]
+        wanted = [tensors[n].requires_grad_() for n in varying]
+        arguments = self._arguments(tensors, _for_torch) | _NEEDED.get(self.op, {})
+        args, kwargs = schema_of(self.op).split(schema_of(self.op).ordered((), arguments))
+        with _recording(), linear(), collecting():  # what the op requires has been looked at
+            results = flatten(self.op(*args, **kwargs))
+            pairs = [
+                (results[n], wrap(conjugated(g)))
+                for n, g in zip(outs, given, strict=True)
+                if results[n].requires_grad
+            ]
+            if not pairs:
+                return [jnp.zeros_like(primals[n]) for n in varying]
+            ends, gradients = zip(*pairs, strict=True)
+            found = torch.autograd.grad(ends, wanted, gradients, allow_unused=True)
+        return [
+            jnp.zeros_like(primals[n]) if g is None else conjugated(to_arrays(g))
+            for n, g in zip(varying, found, strict=True)
+        ]
+
+
+@contextlib.contextmanager
+def _recording() -> Iterator[None]:
+    """Let autograd record what a kernel calls, on this thread."""
+    with above_autograd(), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+        yield
+
+
+def _still(result: Array | None) -> Any:
+    if result is None or _varies(result):
+        return result
+    return np.zeros(result.shape, jax.dtypes.float0)
+
+
+def conjugated(array: Array) -> Array:
+    """Return a gradient in the other library's convention: torch's is the conjugate of JAX's."""
+    return array.conj() if jnp.issubdtype(array.dtype, jnp.complexfloating) else array
+
+
+def _varies(array: Array) -> bool:
+    return bool(jnp.issubdtype(array.dtype, jnp.inexact))
+
+
+def _for_torch(value: Any) -> Any:
+    """Return an argument of a lowering as torch has it."""
+    if isinstance(value, Number):
+        return value.kind(np.asarray(value.value).item())
+    return to_torch_dtype(value) if isinstance(value, np.dtype) else value

@@ -1,0 +1,116 @@
+"""The path from a torch call to an executable: start reading here.
+
+A kernel's entry (``entry.py``) turns a call into a key (layouts, dtypes, static arguments) and a list of
+run-time inputs (arrays, numbers, offsets). The key finds a plan; the plan runs one executable and wraps its
+results. All schema work, shape inference and compilation happen once, in ``build.py``, when a key is new.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from isthmus._device.core import donation
+from isthmus._device.core.entry import make_entry
+from isthmus._device.core.plan import PassingFailure, Plan, build
+from isthmus._device.core.plan_cache import Generations
+from isthmus._device.kernels.sized import SizedKernel
+from isthmus._graph.names import Missing
+from isthmus._graph.schema import functional_of, schema_of
+from isthmus._ops import families  # noqa: F401  # importing it files every lowering
+from isthmus._ops.registry import lowering_of
+from isthmus._runtime import forks, private
+
+_building = threading.RLock()
+
+
+class Kernel:
+    """All calls of one overload: its plans by key, and the entry that finds them."""
+
+    def __init__(self, op: OpOverload) -> None:
+        self.op, self.schema = op, schema_of(op)
+        self.functional = functional_of(op) or op
+        self.lowering = lowering = lowering_of(self.functional)
+        self.generations = Generations()
+        self.plans: dict[tuple[Any, ...], Plan] = self.generations.young
+        self.recipes: dict[tuple[Any, ...], Plan] = {}
+        self.failures: dict[
+            tuple[Any, ...], int
+        ] = {}  # how often a key failed to compile in a way that may pass
+        tensors = {a.name for a in self.schema.arguments if a.kind in ("tensor", "tensors")}
+        # A decomposition and the CPU need numbers as they are, so without a lowering they are static.
+        dynamic = set() if lowering is None else lowering.dynamic | tensors
+        self.dynamic = {a.name: a.name in dynamic for a in self.schema.arguments}
+        self.random = lowering is not None and lowering.random
+        self.matmul = lowering is not None and lowering.matmul
+        self.entry = make_entry(self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one call."""
+        return self.entry(*args, **kwargs)
+
+    def new_plan(self, key: tuple[Any, ...], inputs: list[Any], values: tuple[Any, ...]) -> Plan:
+        """Return the plan for a key seen for the first time."""
+        forks.check()
+        if donation.is_unready(inputs):
+            raise RuntimeError("another thread is rewriting an input")  # the entry waits and tries again
+        with _building:
+            plan = self.plans.get(key)
+            if plan is not None:
+                return plan
+            try:
+                return self.generations.find(
+                    key, lambda: build(self, inputs, values, private.is_traced(inputs))
+                )
+            except PassingFailure as failure:
+                return self._until_next_try(key, failure.plan)
+
+    def _until_next_try(self, key: tuple[Any, ...], plan: Plan) -> Plan:
+        """Return the plan of calls that could not be compiled; after the next 0, 1, 3, 7, ... of them it is dropped.
+
+        So a failure that passes costs one call, and one that does not pass costs few compilations.
+        """
+        left = 2 ** self.failures.get(key, 0) - 1
+        self.failures[key] = self.failures.get(key, 0) + 1
+
+        def run(inputs: list[Any], values: tuple[Any, ...]) -> Any:
+            nonlocal left
+            left -= 1
+            if left <= 0:
+                self.plans.pop(key, None)
+            return plan(inputs, values)
+
+        if left:
+            self.plans[key] = run
+        return plan
+
+
+_kernels: dict[OpOverload, Kernel | SizedKernel] = {}
+
+
+def kernel_for(op: OpOverload | Missing) -> Callable[..., Any]:
+    """Return the function that runs ``op`` by its lowering or a lower tier; of a missing op, one that says so."""
+    if isinstance(op, Missing):
+        return _missing(op)
+    found = _kernels.get(op)
+    if found is None:
+        lowering = lowering_of(functional_of(op) or op)
+        sized = lowering is not None and lowering.size is not None
+        found = _kernels.setdefault(op, SizedKernel(op) if sized else Kernel(op))
+    return found.entry
+
+
+def _missing(op: Missing) -> Callable[..., Any]:
+    def entry(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"{op.name} is not in this torch ({torch.__version__})")
+
+    return entry
+
+
+def forget(op: OpOverload) -> None:
+    """Drop the kernel of ``op``: its lowering has changed."""
+    _kernels.pop(op, None)

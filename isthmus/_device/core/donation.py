@@ -1,0 +1,187 @@
+"""Donation: a program that overwrites the memory of its inputs, without losing them and without being seen at it.
+
+A write such as ``x.add_(1)`` runs a program that takes x's array and returns a new one. Where nobody else holds that
+array it is *donated*: XLA puts the result into its memory, and the array is deleted. From then on, until the result is
+bound to its buffer, the only copy of x is a value that this process has not stored yet. Three things could lose it:
+
+1. **An exception in between**: Ctrl-C, a signal handler or a debugger that raises. CPython runs signal handlers between
+   bytecodes, after a call among others, so ``outputs = call(*inputs)`` may raise when the program has run and before
+   ``outputs`` is set. ``run`` therefore lets an iterator make the call (unpacking has no such point after it), and
+   whatever is raised afterwards, ``commit`` is done before it goes on.
+2. **Another thread** that reads the array between the look at its reference count and the donation, or that writes to
+   the same storage: one of two writes would be lost. While other threads exist, whoever rewrites buffers holds ``lock``
+   and leaves a ``Rewriting`` in them; readers who find one wait for the lock and read again.
+3. **A failure of the run**: XLA deletes what was donated even if it then finds no memory to run in. Such arrays are
+   gone, and reading them raises an error that says why.
+
+Who may be overwritten is decided by reference counts: ``OWNED`` references are those of a buffer, of the list of
+inputs and of the function that counts. It is measured, not written down, since it depends on the interpreter.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from _thread import _count
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import starmap
+from typing import Any, TypeVar
+
+from isthmus._device.core.host_tensors import copied
+from isthmus._graph.nodes import Node
+from isthmus._runtime import memory
+
+T = TypeVar("T")
+Array = Any
+# How often a commit is begun again when something is raised inside it: each time is another Ctrl-C.
+_ATTEMPTS = 16
+
+lock = threading.RLock()
+"""Held while a program runs on state it keeps, and by whoever rewrites buffers while other threads exist."""
+
+
+def _measured() -> int:
+    """Return what ``sys.getrefcount`` says of an array that one buffer and one list hold."""
+    held = [object()]
+    inputs = [held[0]]
+    return sys.getrefcount(inputs[0])
+
+
+OWNED = _measured()
+
+
+# Not a function of ours: every op that writes asks.
+threaded: Callable[[], int] = _count
+"""Return how many Python threads the process has beside the main one.
+
+Autograd's device threads do not count: they run while the thread that called backward waits for them.
+"""
+
+
+class Rewriting:
+    """What a buffer holds while another thread rewrites it: the inputs of that program, and which of them it is.
+
+    It keeps no reference to the array itself, whose count decides whether it is donated.
+    """
+
+    __slots__ = ("at", "inputs")
+
+    def __init__(self, inputs: list[Array], at: int) -> None:
+        self.inputs, self.at = inputs, at
+
+
+def settled(buffer: Any) -> Array:
+    """Return what a buffer holds, once nobody rewrites it any more."""
+    with lock:
+        held = buffer.held
+        if type(held) is Rewriting:
+            # No other thread has the lock, so either an interrupt left this behind, or a signal handler asks in the
+            # thread that rewrites the buffer, which binds its result in any case.
+            held = buffer.held = held.inputs[held.at]
+        return held
+
+
+def is_unready(inputs: Sequence[Any]) -> bool:
+    """Return whether one of the inputs is no array yet: another thread was rewriting it, or had only recorded it."""
+    return not _UNREADY.isdisjoint(map(type, inputs))
+
+
+_UNREADY = frozenset({Node, Rewriting})
+
+
+def hide(buffers: Sequence[Any], inputs: list[Array], places: Sequence[int]) -> None:
+    """Read buffers into their places among the inputs and let other threads wait for them; needs the lock."""
+    for buffer, at in zip(buffers, places, strict=True):
+        held = buffer.held
+        inputs[at] = held.inputs[held.at] if type(held) is Rewriting else held
+        buffer.held = Rewriting(inputs, at)
+
+
+def show(buffers: Sequence[Any], inputs: list[Array], places: Sequence[int]) -> None:
+    """Give buffers that are still hidden their arrays back: their program did not run."""
+    for buffer, at in zip(buffers, places, strict=True):
+        if type(buffer.held) is Rewriting:
+            buffer.held = inputs[at]
+
+
+def is_owned(inputs: list[Array], places: Sequence[int], hidden: bool = False) -> bool:
+    """Return whether nobody but their buffers, unless those are hidden, and this list holds the arrays."""
+    owned = OWNED - hidden
+    # Not in a function of the array: how often a call counts its arguments depends on who runs Python's frames.
+    return all([sys.getrefcount(inputs[at]) == owned for at in places])
+
+
+def own(inputs: list[Array], places: Sequence[int] | None = None, hidden: bool = False) -> list[Array]:
+    """Return the inputs with copies of those arrays, at these places or all, that somebody else holds."""
+    owned = OWNED - hidden
+    for at in range(len(inputs)) if places is None else places:
+        if sys.getrefcount(inputs[at]) != owned:
+            inputs[at] = copied(inputs[at])
+    return inputs
+
+
+def take(inputs: list[Array], places: Sequence[int], buffers: Sequence[Any]) -> Callable[[], None] | None:
+    """Make the arrays at these places, read from these buffers, ours to donate; return how to undo that.
+
+    Needs the lock. Other threads wait for the buffers from here on, and arrays that somebody else holds are copied.
+    """
+    if not threaded():
+        own(inputs, places)
+        return None
+    undo = partial(show, buffers, inputs, places)
+    try:
+        hide(buffers, inputs, places)
+        own(inputs, places, hidden=True)
+    except BaseException:
+        finish(undo)
+        raise
+    return undo
+
+
+def run(
+    call: Callable[..., Any],
+    inputs: Sequence[Any],
+    commit: Callable[[Any], T],
+    undo: Callable[[], None] | None = None,
+    check: Callable[[Any], None] | None = None,
+) -> T:
+    """Run a program and hand its results to ``commit``, which is finished whatever is raised meanwhile.
+
+    ``commit`` only binds values, so that doing it twice is doing it once; ``undo`` is done if the program did not run.
+    ``check`` may raise for its results, of programs that donate nothing: then they are not bound.
+    A program that finds no memory is tried once more after what is not needed was dropped.
+    """
+    outputs: Any = None
+    try:
+        try:
+            (outputs,) = starmap(call, (inputs,))
+        except Exception as error:
+            if not memory.is_exhausted(error):
+                raise
+            memory.make_room(error, inputs)
+            (outputs,) = starmap(call, (inputs,))
+        if check is not None:
+            unchecked, outputs = outputs, None
+            check(unchecked)
+            outputs = unchecked
+        return commit(outputs)
+    except BaseException as error:
+        if outputs is not None:
+            finish(lambda: commit(outputs))
+        elif undo is not None:
+            finish(undo)
+        if memory.is_exhausted(error):
+            raise memory.exhausted(error) from error
+        raise
+
+
+def finish(step: Callable[[], Any]) -> None:
+    """Do a step that must be done whatever is raised meanwhile, by beginning it again."""
+    for attempt in range(_ATTEMPTS):
+        try:
+            step()
+            return
+        except BaseException:
+            if attempt == _ATTEMPTS - 1:
+                raise

@@ -1,0 +1,380 @@
+"""The function torch calls for an op: its key spelled out argument by argument, so that a call runs no loop.
+
+The source is written from the schema, once per overload. For ``aten.add.Tensor`` it reads::
+
+    def aten_add_Tensor(self=_ABSENT, other=_ABSENT, *, alpha=_ABSENT):
+        _inputs = []
+        ...  # _part_0, _part_1: signature, dtype and layout of a tensor, whose array joins the inputs
+        _part_2 = _list_part(alpha, True, _inputs)
+        _values = (self, other, alpha,)
+        _key = (_default_dtype(), _part_0, _part_1, _part_2,)
+        try:
+            _plan = _plans.get(_key)
+            if _plan is None:
+                _plan = _new_plan(_key, _inputs, _values)
+            return _plan(_inputs, _values)
+        except Exception as _error:
+            _recover(_error, _inputs, _values)  # raises it, unless the call may be made again
+        return _again(_run, self, other, alpha=alpha)
+
+In lazy mode its twin runs: inputs are nodes, and the plan is a recipe that makes more of them.
+"""
+
+from __future__ import annotations
+
+import keyword
+import linecache
+import threading
+from collections.abc import Callable
+from operator import attrgetter
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from isthmus._device.checks import scalar_checks
+from isthmus._device.core import donation, generator, mode
+from isthmus._device.core.buffer import Buffer, Signature, buffer_of
+from isthmus._device.core.host_tensors import array_from_cpu
+from isthmus._graph.schema import ABSENT, Argument
+from isthmus._runtime import memory, private
+from isthmus._runtime.host_arrays import LARGEST, device_number
+
+if TYPE_CHECKING:
+    from isthmus._device.core.dispatch import Kernel
+
+NUMBERS = frozenset({int, float, bool, complex})
+_TENSORS = frozenset({Tensor, torch.nn.Parameter})
+_STORAGE, _OFFSET, _STRIDE = Tensor.untyped_storage, Tensor.storage_offset, Tensor.stride
+_DTYPE, _SHAPE, _IDENTITY = attrgetter("dtype"), attrgetter("shape"), attrgetter("_cdata")
+_BUFFER, _SIGNATURE, _HELD = attrgetter("_buffer"), attrgetter("signature"), attrgetter("held")
+# Types whose values are equal only where they are the same: no 0.0 and -0.0, no 1 and 1.0 and True.
+_PLAIN = ("int", "SymInt", "bool", "str", "ScalarType", "Layout", "Device", "MemoryFormat")
+_EXACT = {*_PLAIN, *(f"Optional[{name}]" for name in _PLAIN)}
+_EXACT_LISTS = {"List[int]", "List[SymInt]", "List[bool]", "Optional[List[int]]", "Optional[List[SymInt]]"}
+
+_TENSOR = """
+    if isinstance({name}, _Tensor):
+        try:
+            _buffer = {name}.untyped_storage()._buffer
+            _offset = {name}.storage_offset()
+        except AttributeError:
+            _buffer, _offset = {foreign}({name}), 0
+        {part} = (_buffer.signature, {name}.dtype, {name}.shape, {name}.stride(), _offset != 0)
+        {take}
+        if _offset:
+            _inputs.append(_offset_of(_offset))
+    else:
+        {part} = {other}({name}, _inputs, _number)"""
+_TAKE = "_inputs.append(_buffer.held)"
+_TAKE_NODE = """_held = _buffer.held
+        _inputs.append(_held if type(_held) is _Node and not _trace.several else _array_of(_buffer))"""
+_RECORD = """
+    _plan = _plans.get(_key)
+    if _plan is None:
+        _plan = _new_plan(_key, _inputs, _values)
+    return _plan(_inputs, _values)"""
+_RUN = """
+    try:
+        _plan = _plans.get(_key)
+        if _plan is None:
+            _plan = _new_plan(_key, _inputs, _values)
+        return _plan(_inputs, _values)
+    except Exception as _error:
+        _recover(_error, _inputs, _values)
+    return _again(_run, {passed_on})"""
+
+
+def make_entry(kernel: Kernel) -> Callable[..., Any]:
+    """Return the function torch calls for the kernel's op."""
+    source = [
+        f"    if _mode.recording and _here.lazy and _is_clean():\n        return _recorded({_passed_on(kernel)})",
+        *_body(kernel, _TAKE, _RUN.format(passed_on=_passed_on(kernel))),
+    ]
+    scope = {**_scope(kernel), "_plans": kernel.plans, "_new_plan": kernel.new_plan}
+    scope |= {
+        "_here": mode.here,
+        "_mode": mode.current,
+        "_is_clean": private.trace_state_clean,
+        "_recorded": _twin(kernel, scope),
+    }
+    scope |= {"_number": device_number, "_offset_of": device_number, "_draw": _draw}
+    scope["_run"] = entry = _execute(source, kernel, scope)
+    return entry
+
+
+def _twin(kernel: Kernel, scope: dict[str, Any]) -> Callable[..., Any]:
+    """Return what records a call; it is written at the first one and takes its own place."""
+
+    def first(*args: Any, **kwargs: Any) -> Any:
+        scope["_recorded"] = twin = mode.current.recording_entry(kernel)
+        return twin(*args, **kwargs)
+
+    return first
+
+
+def make_recording_entry(kernel: Kernel, names: dict[str, Any]) -> Callable[..., Any]:
+    """Return the function that records a call; ``names`` say how inputs become nodes."""
+    body = [f"    {line}" for part in _body(kernel, _TAKE_NODE, _RECORD) for line in part.split("\n")]
+    start = """    with _lock:
+        if _trace.owner != _ident():
+            _trace.enter(_ident())
+        if _trace.size >= _trace.limit:
+            _mode.materialise()"""
+    scope = {**_scope(kernel), "_plans": kernel.recipes, "_mode": mode.current, "_ident": get_ident, **names}
+    return _execute([start, *body], kernel, scope)
+
+
+def _body(kernel: Kernel, take: str, run: str) -> list[str]:
+    """Return the lines that make a key and inputs of the arguments and ``run`` the plan they find."""
+    arguments, names = kernel.schema.arguments, _names(kernel)
+    parts = [f"_part_{n}" for n in range(len(arguments))]
+    body = [
+        _part(a, names[a.name], p, kernel.dynamic[a.name], take)
+        for a, p in zip(arguments, parts, strict=True)
+    ]
+    keyed = [part for a, part in zip(arguments, parts, strict=True) if a.name != "generator"]
+    extras = ["_default_dtype()"]
+    if kernel.matmul:
+        extras.append("_matmul_precision()")
+    if kernel.random:
+        extras.append("_own.is_traced")
+    if kernel.schema.mutated:
+        extras.append("_alias_pattern(_values)")
+    like = next((names[a.name] for a in arguments if a.kind in ("tensor", "tensors")), None)
+    dtype = "dtype" if "dtype" in names else None
+    watched = [
+        f"    if _suspicious_{name}({names[name]}, {like}, {dtype}):\n        _refuse(_op, _values)"
+        for name in scalar_checks.watched(kernel.schema)
+    ]
+    return [
+        "    _inputs = []",
+        *body,
+        f"    _values = ({', '.join(names.values())}{',' if names else ''})",
+        *watched,
+        f"    _key = ({', '.join([*extras, *keyed])},)",
+        f"    _inputs.append(_draw({names.get('generator', 'None')}))" if kernel.random else "",
+        run,
+    ]
+
+
+def _names(kernel: Kernel) -> dict[str, str]:
+    # Names that begin with an underscore are ours: no schema has any.
+    names = [a.name for a in kernel.schema.arguments]
+    return {name: f"{name}_" if keyword.iskeyword(name) else name for name in names}
+
+
+def _passed_on(kernel: Kernel) -> str:
+    names = _names(kernel)
+    return ", ".join(
+        f"{names[a.name]}={names[a.name]}" if a.keyword_only else names[a.name]
+        for a in kernel.schema.arguments
+    )
+
+
+def _function_name(kernel: Kernel) -> str:
+    return str(kernel.op).replace(".", "_")
+
+
+def _parameters(arguments: tuple[Argument, ...], names: dict[str, str]) -> str:
+    found, keyword_only = [], False
+    for argument in arguments:
+        if argument.keyword_only and not keyword_only:
+            found.append("*")
+            keyword_only = True
+        # A required argument may follow an optional one in a schema, not in Python: torch passes it anyway.
+        found.append(f"{names[argument.name]}=_ABSENT")
+    return ", ".join(found)
+
+
+def _part(argument: Argument, name: str, part: str, dynamic: bool, take: str) -> str:
+    if argument.name == "generator":
+        return ""
+    # What is written must be ours: a CPU scalar's array is a copy.
+    foreign = "_buffer_of" if argument.mutated else "_foreign"
+    if argument.kind == "tensor":
+        other = "_number_part" if dynamic else "_static_part"
+        return _TENSOR.format(name=name, part=part, other=other, take=take, foreign=foreign)
+    if argument.kind == "tensors" or dynamic:
+        listed = f"_list_part({name}, {dynamic}, _inputs, _number, _array_of, _offset_of, {foreign})"
+        return f"    {part} = {name} if {name} is _ABSENT else {listed}"
+    if argument.type in _EXACT:
+        return f"    {part} = {name}"
+    if argument.type in _EXACT_LISTS:
+        return f"    {part} = tuple({name}) if type({name}) is list else {name}"
+    return f"    {part} = _static_part({name})"
+
+
+def _scope(kernel: Kernel) -> dict[str, Any]:
+    return {
+        "_ABSENT": ABSENT,
+        "_Tensor": Tensor,
+        "_again": again,
+        "_alias_pattern": alias_pattern,
+        "_array_of": None,
+        "_buffer_of": buffer_of,
+        "_default_dtype": torch.get_default_dtype,
+        "_foreign": foreign,
+        "_list_part": list_part,
+        "_matmul_precision": torch.get_float32_matmul_precision,
+        "_number_part": number_part,
+        "_op": kernel.op,
+        "_own": generator.own,
+        "_recover": recover,
+        "_refuse": scalar_checks.refuse,
+        "_static_part": static_part,
+        **{f"_suspicious_{name}": found for name, found in scalar_checks.watched(kernel.schema).items()},
+    }
+
+
+def _execute(body: list[str], kernel: Kernel, scope: dict[str, Any]) -> Callable[..., Any]:
+    filename = f"<isthmus entry {kernel.op}>"
+    head = f"def {_function_name(kernel)}({_parameters(kernel.schema.arguments, _names(kernel))}):"
+    source = "\n".join([head, *body])
+    exec(compile(source, filename, "exec"), scope)
+    # Tracebacks and debuggers find the lines here.
+    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+    return scope[_function_name(kernel)]
+
+
+class _Retry(threading.local):
+    """Whether this thread makes a call for the second time, after it found no memory."""
+
+    again = False
+
+
+_retry = _Retry()
+
+
+def recover(error: Exception, inputs: list[Any], values: tuple[Any, ...]) -> None:
+    """Return if the call that raised ``error`` may be made again, else raise the error.
+
+    Two calls may: one that read a buffer which another thread was rewriting or had only recorded, and, once, one that
+    found no memory.
+    """
+    if donation.is_unready(inputs):
+        for tensor in tree_leaves(values):
+            if isinstance(tensor, Tensor) and tensor.device.type == "jax":
+                _ = buffer_of(tensor).value  # waits for the other thread, or runs what was recorded
+    elif memory.is_exhausted(error):
+        if _retry.again:
+            raise memory.exhausted(error) from error
+        memory.make_room(error, inputs)
+    else:
+        raise
+
+
+def again(entry: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Make a call for the second time."""
+    _retry.again = True
+    try:
+        return entry(*args, **kwargs)
+    finally:
+        _retry.again = False
+
+
+def number_part(value: Any, inputs: list[Any], number: Callable[[Any], Any]) -> Any:
+    """Return a run-time number's part of the key, its type, and add it to the inputs."""
+    kind = type(value)
+    if kind in NUMBERS:
+        inputs.append(number(value))
+        return kind if kind is not int or value <= LARGEST else "uint64"
+    return static_part(value)
+
+
+def static_part(value: Any, *_: Any) -> Any:
+    """Return a static value's part of the key."""
+    kind = type(value)
+    if kind is float or kind is complex:
+        return (kind, repr(value))  # 0.0 equals -0.0, nan equals nothing, 1.0 equals 1
+    if kind is list:
+        return tuple([static_part(item) for item in value])
+    return (kind, value) if kind is bool else value
+
+
+def list_part(
+    values: Any,
+    dynamic: bool,
+    inputs: list[Any],
+    number: Callable[[Any], Any],
+    array_of: Callable[[Buffer], Any] | None,
+    offset_of: Callable[[Any], Any],
+    foreign: Callable[[Tensor], Buffer],
+) -> Any:
+    """Return a list's part of the key, of tensors and of numbers; a number alone is like a list of one."""
+    if type(values) is not list:
+        return number_part(values, inputs, number) if dynamic else static_part(values)
+    kinds = {*map(type, values)}
+    if kinds <= _TENSORS:
+        return _tensors_part(values, inputs, array_of, offset_of, foreign)
+    if dynamic and kinds == {float}:
+        inputs += map(number, values)
+        return (float,) * len(values)
+    parts: list[Any] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            parts += _tensors_part([value], inputs, array_of, offset_of, foreign)
+        else:
+            parts.append(number_part(value, inputs, number) if dynamic else static_part(value))
+    return tuple(parts)
+
+
+def _tensors_part(
+    tensors: list[Tensor],
+    inputs: list[Any],
+    array_of: Callable[[Buffer], Any] | None,
+    offset_of: Callable[[Any], Any],
+    foreign: Callable[[Tensor], Buffer],
+) -> tuple[Any, ...]:
+    """Return the part of the key that tensors have, made in loops that Python does not run."""
+    try:
+        buffers = [*map(_BUFFER, map(_STORAGE, tensors))]
+        offsets = [*map(_OFFSET, tensors)]
+    except AttributeError:
+        ours = [tensor.device.type == "jax" for tensor in tensors]
+        pairs = [*zip(tensors, ours, strict=True)]
+        buffers = [buffer_of(tensor) if own else foreign(tensor) for tensor, own in pairs]
+        offsets = [tensor.storage_offset() if own else 0 for tensor, own in pairs]
+    held = [*map(_HELD, buffers)]
+    if array_of is not None:
+        held = [*map(array_of, buffers)]
+    if any(offsets):
+        for found, offset in zip(held, offsets, strict=True):
+            inputs += (found, offset_of(offset)) if offset else (found,)
+    else:
+        inputs += held
+    layouts = (*map(_SHAPE, tensors), *map(_STRIDE, tensors), *map(bool, offsets))
+    return (*map(_SIGNATURE, buffers), *map(_DTYPE, tensors), *layouts)
+
+
+def foreign(tensor: Tensor) -> Buffer:
+    """Return a buffer for a tensor of another device: only a 0-dim one on the CPU may join in.
+
+    It holds that one element, so the tensor starts at its beginning, wherever it lies in its own storage.
+    """
+    if tensor.dim() or tensor.device.type != "cpu":
+        return buffer_of(tensor)  # raises: this is not a "jax" tensor
+    array = array_from_cpu(tensor)
+    if mode.current.capture is not None:
+        mode.current.capture.note_host(array, tensor, array_from_cpu)
+    return Buffer(array, Signature.of(array))
+
+
+def alias_pattern(values: tuple[Any, ...]) -> tuple[int, ...]:
+    """Return, for each tensor of a call, the first one that shares its storage; () where none do."""
+    storages: list[int] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            storages.append(value.untyped_storage()._cdata)
+        elif type(value) is list:
+            storages += map(_IDENTITY, map(_STORAGE, [item for item in value if isinstance(item, Tensor)]))
+    if len(storages) < 2 or len(set(storages)) == len(storages):
+        return ()
+    first: dict[int, int] = {}
+    return tuple([first.setdefault(storage, index) for index, storage in enumerate(storages)])
+
+
+def _draw(given: Any) -> Any:
+    return generator.draw(None if given is ABSENT else given)

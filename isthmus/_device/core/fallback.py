@@ -1,0 +1,88 @@
+"""The CPU is the net under every op: counted, warned about once, or refused, as the config says."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from isthmus import config
+from isthmus._device.checks.cpu_refusals import on_cpu
+from isthmus._device.core import mode
+from isthmus._device.core.host_tensors import write_through_cpu
+from isthmus._graph.schema import schema_of
+from isthmus._runtime import counters
+from isthmus.errors import MissingLowering, first_line
+
+_COPY = torch.ops.aten.copy_.default
+
+
+class FallbackWarning(UserWarning):
+    """An op ran on the CPU."""
+
+
+def permit(op: OpOverload, arguments: dict[str, Any], reason: str) -> None:
+    """Raise if the config forbids ops to fall to the CPU."""
+    if config.fallback == "error":
+        raise MissingLowering(
+            f"no lowering for {op} ({reason})\n"
+            f"  called with  {describe(arguments)}\n"
+            f'  to go on     isthmus.config.fallback = "cpu" runs this op on the CPU\n'
+            f"  to fix it    docs/add-a-lowering.md"
+        )
+
+
+def run(op: OpOverload, values: tuple[Any, ...], reason: str) -> Any:
+    """Run ``op`` with ATen on the CPU and bring results and writes back."""
+    schema = schema_of(op)
+    permit(op, schema.named(values), reason)
+    if mode.current.capture is not None:
+        raise mode.current.capture.refuse_fallback(op, reason)
+    if counters.count_fallback(str(op), reason) and config.fallback == "warn":
+        warnings.warn(f"{op} ran on the CPU ({first_line(reason)})", FallbackWarning, stacklevel=3)
+    moved, result = on_cpu(op, values)
+    originals: dict[int, torch.Tensor] = {}
+    before, after = schema.named(values), schema.named(moved)
+    for name in schema.mutated:
+        for old, new in zip(_tensors(before[name]), _tensors(after[name]), strict=True):
+            originals[id(new)] = old
+            if old.shape != new.shape:
+                old.resize_(new.shape)
+            if op is _COPY:  # the copy itself is what cannot be compiled
+                write_through_cpu(old, new)
+            else:
+                old.copy_(new)
+    return _to_jax(result, originals)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def _to_jax(result: Any, originals: dict[int, torch.Tensor]) -> Any:
+    if isinstance(result, torch.Tensor):
+        return originals[id(result)] if id(result) in originals else result.to("jax")
+    if isinstance(result, (list, tuple)):
+        return type(result)(_to_jax(item, originals) for item in result)
+    return result
+
+
+def describe(arguments: dict[str, Any]) -> str:
+    """Return a call's arguments in one line."""
+    return ", ".join(f"{name}: {_describe(value)}" for name, value in arguments.items())
+
+
+_SHORT = {"float": "f", "int": "i", "uint": "u", "bfloat": "bf", "complex": "c"}
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        name = str(value.dtype).removeprefix("torch.")
+        stem = name.rstrip("0123456789")
+        return f"{_SHORT.get(stem, stem)}{name[len(stem) :]}{list(value.shape)}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_describe(item) for item in value) + "]"
+    return repr(value)

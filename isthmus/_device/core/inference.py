@@ -1,0 +1,196 @@
+"""Shape, dtype, strides and errors of a call, from torch's own Meta kernels: asked once per signature."""
+
+from __future__ import annotations
+
+import re
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch._ops import OpOverload
+
+from isthmus._device.core.buffer import buffer_of, storage_length
+from isthmus._device.torch_glue.private import below_autograd, without_torch_function
+from isthmus._graph.layout import Spec, contiguous_strides, is_dense
+from isthmus._graph.schema import ABSENT, schema_of
+
+META_DEVICE = torch.device("meta")
+Result = TypeVar("Result")
+Warnings = list[tuple[type[Warning], str]]
+# For warnings of this module. The list is changed in place, since what announces a change makes Python forget too.
+_HEARD = ("always", None, Warning, re.compile(re.escape(__name__) + r"\Z"), 0)
+_CELL = torch.zeros(1, device="cpu")
+
+
+class Shadow:
+    """Meta tensors that stand for the "jax" tensors of one call, sharing storage where those do."""
+
+    def __init__(self, share: bool) -> None:
+        self._bases: dict[tuple[int, torch.dtype], torch.Tensor] | None = {} if share else None
+
+    def __call__(self, value: Any) -> Any:
+        """Return ``value`` with every "jax" tensor and device replaced."""
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value) if value.device.type == "jax" else value
+        if isinstance(value, (list, tuple)):
+            return [self(item) for item in value]
+        if isinstance(value, torch.device):
+            return META_DEVICE
+        return None if isinstance(value, torch.Generator) else value
+
+    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        size, stride, dtype = tensor.shape, tensor.stride(), tensor.dtype
+        if self._bases is None:
+            return torch.empty_strided(size, stride, dtype=dtype, device=META_DEVICE)
+        key = (id(buffer_of(tensor)), dtype)
+        if key not in self._bases:
+            self._bases[key] = torch.empty(storage_length(tensor), dtype=dtype, device=META_DEVICE)
+        return self._bases[key].as_strided(size, stride, tensor.storage_offset())
+
+
+def infer(
+    op: OpOverload, values: tuple[Any, ...], *, share: bool = False
+) -> tuple[Any, tuple[Any, ...]] | None:
+    """Run ``op`` on stand-ins and return (result, arguments), all on Meta; None where torch has no Meta kernel.
+
+    Raises what torch raises for a wrong call.
+    """
+    try:
+        return _infer(op, values, share)
+    except Exception:
+        # Some Meta kernels take no scalar of the CPU where those of a device do (``mul.out``, ``floor_divide``).
+        if not _has_scalars(op, values):
+            raise
+    return _infer(op, values, share, _on_meta)
+
+
+def of_functional(op: OpOverload, functional: OpOverload, values: tuple[Any, ...]) -> list[Spec | None]:
+    """Return the specs of what the functional form of an ``out=`` op gives for these arguments, if it is known."""
+    if functional is op:
+        return []
+    named = schema_of(op).named(values)
+    arguments = schema_of(functional).arguments
+    if any(a.name not in named for a in arguments if not a.has_default):
+        return []
+    try:
+        found = infer(functional, tuple(named.get(a.name, ABSENT) for a in arguments))
+    except Exception:
+        return []
+    return [] if found is None else specs(found[0])
+
+
+def _has_scalars(op: OpOverload, values: tuple[Any, ...]) -> bool:
+    flat = [item for v in numbers_as_tensors(op, values) for item in (v if isinstance(v, list) else [v])]
+    return any(isinstance(v, torch.Tensor) and v.device.type == "cpu" and not v.dim() for v in flat)
+
+
+def _on_meta(value: Any) -> Any:
+    """Return an argument with scalars of the CPU on Meta."""
+    if isinstance(value, (list, tuple)):
+        return [_on_meta(item) for item in value]
+    if isinstance(value, torch.Tensor) and value.device.type == "cpu" and not value.dim():
+        return torch.empty((), dtype=value.dtype, device=META_DEVICE)
+    return value
+
+
+def _infer(
+    op: OpOverload, values: tuple[Any, ...], share: bool, moved: Callable[[Any], Any] | None = None
+) -> tuple[Any, tuple[Any, ...]] | None:
+    shadow = Shadow(share)
+    with torch.no_grad(), below_autograd():
+        shadows = tuple(shadow(value) for value in values)
+        given = numbers_as_tensors(op, shadows)
+        args, kwargs = schema_of(op).split(given if moved is None else tuple(map(moved, given)))
+        try:
+            return op(*args, **kwargs), shadows
+        except NotImplementedError:
+            return None
+
+
+def recorded(function: Callable[[], Result]) -> tuple[Result, Warnings]:
+    """Return what a function returns, and the warnings of torch's that it would give.
+
+    torch hands warnings to Python where the outermost call of its bindings ends. ``apply_`` is such a call around the
+    function, so they arrive here, with this file's name. ``warnings.catch_warnings`` would make Python show old
+    warnings again each time.
+    """
+    results: list[Result] = []
+    given: Warnings = []
+    shown, thread = warnings.showwarning, threading.get_ident()
+
+    def run(_: float) -> float:
+        results.append(function())
+        return 0.0
+
+    def keep(message: Any, category: type[Warning], filename: str, *more: Any, **named: Any) -> None:
+        if threading.get_ident() == thread:
+            given.append((category, str(message)))
+        else:
+            shown(message, category, filename, *more, **named)
+
+    filters = warnings.filters
+    filters.insert(0, _HEARD)  # type: ignore[attr-defined]  # whatever the user's say: a later call may be under others
+    warnings.showwarning = keep
+    try:
+        with without_torch_function():
+            _CELL.apply_(run)
+    finally:
+        warnings.showwarning = shown
+        filters.remove(_HEARD)  # type: ignore[attr-defined]
+    return results[0], given
+
+
+def numbers_as_tensors(op: OpOverload, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments with a 0-dim tensor for each number where the schema has a tensor.
+
+    torch hands such numbers to a kernel but takes them back for a few ops only. The dtype is the one with
+    which the tensor promotes as the number does.
+    """
+    arguments = schema_of(op).arguments
+    numbers = [
+        a.kind == "tensor" and type(v) in (int, float, bool, complex)
+        for a, v in zip(arguments, values, strict=True)
+    ]
+    if not any(numbers):
+        return values
+    others = [value for value in values if isinstance(value, torch.Tensor)]
+
+    def as_tensor(value: Any) -> torch.Tensor:
+        if type(value) is bool:
+            return torch.tensor(value)  # least of all in promotion, and refused as such
+        large = type(value) is int and value > torch.iinfo(torch.int64).max
+        found = torch.tensor(value, dtype=torch.uint64 if large else None)
+        # Converted once it is a tensor, since a number too large wraps around then.
+        return found.to(torch.result_type(others[0], value % 2**63 if large else value)) if others else found
+
+    return tuple(as_tensor(v) if number else v for v, number in zip(values, numbers, strict=True))
+
+
+def specs(result: Any) -> list[Spec | None]:
+    """Return the spec of each tensor in a result, None where torch returns none."""
+    if isinstance(result, torch.Tensor):
+        return [_dense(Spec.of(result))]
+    if isinstance(result, (list, tuple)):
+        return [spec for item in result for spec in specs(item)]
+    return [None]
+
+
+def _dense(spec: Spec) -> Spec:
+    """Return the spec, contiguous if its strides leave gaps or overlap: no op's result does, some Meta kernels do."""
+    if is_dense(spec.size, spec.stride):
+        return spec
+    return Spec(spec.size, contiguous_strides(spec.size), spec.dtype)
+
+
+def skeleton(result: Any) -> Any:
+    """Return the structure of a result without its tensors."""
+    return type(result)(skeleton(item) for item in result) if isinstance(result, (list, tuple)) else None
+
+
+def nest(shape: Any, found: Iterator[Any]) -> Any:
+    """Return the next items of ``found`` in a structure that ``skeleton`` returned."""
+    if isinstance(shape, (list, tuple)):
+        return type(shape)(nest(item, found) for item in shape)
+    return next(found)

@@ -1,0 +1,298 @@
+"""Mutation rebinds a buffer: in-place and ``out=`` calls compute functionally, then their storages get new values.
+
+An ``out=`` of another size is resized. Where it is all of its storage, as ``torch.empty(0)`` is, the result is the new
+storage. Where it is a view, or the storage is longer than the result, the rest of the storage is kept: the target gets
+its new layout first, on a storage that grows if it must, and the call is made again (``preparing``). How long the
+storage has to be depends on where the view begins, which is no part of the key, so one program could not do both. A
+storage of booleans that is written to as bytes becomes one of bytes in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import starmap
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from isthmus import config
+from isthmus._device.checks import value_checks
+from isthmus._device.core import donation
+from isthmus._device.core.buffer import Buffer, Lost, buffer_of, maker
+from isthmus._device.core.slots import Slot, TensorSlot, store
+from isthmus._device.core.views import holds_booleans, resize_on_storage, store_bytes
+from isthmus._device.torch_glue.private import become, restride
+from isthmus._graph.layout import Spec, is_dense, span
+from isthmus._graph.nodes import Node
+from isthmus._graph.schema import schema_of
+from isthmus._ops.common import cast
+from isthmus._runtime import compiler, memory
+from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
+from isthmus.errors import LoweringError
+
+if TYPE_CHECKING:
+    from isthmus._device.core.dispatch import Kernel
+    from isthmus._device.core.plan import Builder, Plan
+
+
+class Mutation:
+    """What a call writes to: its targets, which of them share a storage, which are resized."""
+
+    def __init__(self, op: OpOverload, slots: dict[str, Slot], values: tuple[Any, ...], found: Any) -> None:
+        self.op, self.locate = op, locator(op)
+        targets = self.locate(values)
+        self.slots = [slot for name in schema_of(op).mutated for slot in _tensor_slots(slots[name])]
+        storages = [target.untyped_storage()._cdata for target in targets]
+        # Targets on one storage are written one after another; each group of them is one output.
+        self.groups = [storages.index(storage) for storage in storages]
+        self.order = list(dict.fromkeys(self.groups))
+        after = targets if found is None else self.locate(found[1])
+        pairs = zip(after, targets, strict=True)
+        self.resized = [None if new.shape == old.shape else Spec.of(new) for new, old in pairs]
+        read = {id(v) for v, a in zip(values, schema_of(op).arguments, strict=True) if not a.out}
+        reread = any(spec and id(target) in read for spec, target in zip(self.resized, targets, strict=True))
+        if reread or (any(self.resized) and not schema_of(op).has_out):
+            # Some Meta kernels resize what is also read, which torch refuses: the CPU will say so.
+            raise LoweringError(f"{op} would resize the tensor it writes to")
+        self.storages = [buffer_of(target).signature for target in targets]
+        self.booleans = [holds_booleans(target) for target in targets]
+        self.repeated = len({id(target) for target in targets}) < len(targets)
+
+    def resize(self, specs: Sequence[Spec | None]) -> None:
+        """Give the targets of an ``out=`` form the sizes of what is computed; torch could not infer them."""
+        if len(specs) == len(self.slots):
+            pairs = [(spec, slot.spec) for spec, slot in zip(specs, self.slots, strict=True)]
+            self.resized = [
+                None if new is None or new.size == old.size else replace(new, dtype=old.dtype)
+                for new, old in pairs
+            ]
+
+    def lay_out(self, specs: Sequence[Spec | None]) -> None:
+        """Give resized targets these strides: Meta kernels resize to rows."""
+        if len(specs) == len(self.resized):
+            self.resized = [
+                replace(old, stride=new.stride) if old and new and new.size == old.size else old
+                for old, new in zip(self.resized, specs, strict=True)
+            ]
+
+    @property
+    def needs_preparation(self) -> bool:
+        """Whether a target's storage must change before the call is made."""
+        if any(self.keeps) and self.repeated:
+            # One tensor cannot have the sizes of two results: the CPU writes the one after the other.
+            raise LoweringError(f"{self.op} would resize a tensor that it writes to twice")
+        return any(self.keeps) or any(self.booleans)
+
+    @property
+    def keeps(self) -> list[bool]:
+        """Which targets are resized on a storage that keeps some of its elements."""
+        return [
+            spec is not None
+            and (
+                len(self.order) < len(self.groups)
+                or slot.offset_index is not None
+                or storage.shrunk
+                or storage.nbytes > span(spec.size, spec.stride) * spec.dtype.itemsize
+                or not is_dense(spec.size, spec.stride)
+            )
+            for spec, slot, storage in zip(self.resized, self.slots, self.storages, strict=True)
+        ]
+
+    def preparing(self, kernel: Kernel) -> Plan:
+        """Return how a call runs that first changes the storages of its targets; then it is made again."""
+        resized = [spec if any(self.keeps) else None for spec in self.resized]
+        booleans, locate = self.booleans, self.locate
+
+        def run(_: list[Any], values: tuple[Any, ...]) -> Any:
+            for target, spec, boolean in zip(locate(values), resized, booleans, strict=True):
+                if boolean and holds_booleans(target):
+                    store_bytes(target)
+                if spec is not None:
+                    resize_on_storage(target, spec.size, spec.stride)
+            args, kwargs = kernel.schema.split(values)
+            return kernel.entry(*args, **kwargs)
+
+        return run
+
+    def write(self, results: Sequence[Any], inputs: Sequence[Any], traced: bool) -> list[Any]:
+        """Return the new value of each storage that is written to; in a trace JAX may want its derivative."""
+        if len(results) != len(self.slots):
+            raise LoweringError(
+                f"the lowering of {self.op} gave {len(results)} results for {len(self.slots)} targets"
+            )
+        written: dict[int, Any] = {}
+        for group, spec, slot, new in zip(self.groups, self.resized, self.slots, results, strict=True):
+            self._check_cast(new, slot.spec.dtype)
+            if spec is not None:
+                written[group] = store(cast(new, to_jax_dtype(spec.dtype)), spec, self.op)
+            else:
+                written[group] = slot.write(written.get(group, inputs[slot.index]), inputs, new, traced)
+        return [written[group] for group in self.order]
+
+    def _check_cast(self, new: Any, dtype: torch.dtype) -> None:
+        # Not every Meta kernel asks; raising here sends the call to the CPU, which refuses it in its words.
+        found = to_torch_dtype(new.dtype)
+        if not torch.can_cast(found, dtype):
+            raise LoweringError(f"result type {found} can't be cast to the desired output type {dtype}")
+
+    def plan(self, builder: Builder, specs: list[Spec], inputs: list[Any]) -> Plan:
+        """Return how a call runs: compute, rebind the storages, resize what must be."""
+        places = tuple(self.slots[group].index for group in self.order)
+        variants = Variants(builder, places, any(self.resized))
+        variants.choose(inputs)
+        verify = value_checks.verifier(builder.errors)
+        makers = [maker(spec, builder.traced) for spec in specs]
+        count, order, resized, locate = len(specs), self.order, self.resized, self.locate
+        returns = len(self.op._schema.returns)
+        restrided = any(resized)
+        # A resized buffer has another signature; tracers have signatures of their own.
+        resigned = restrided or builder.traced
+
+        def verified(outputs: Sequence[Any]) -> None:
+            assert verify is not None
+            verify(outputs[count + len(order) :])
+
+        check = None if verify is None else verified
+
+        def bind(targets: list[Tensor], outputs: Sequence[Any]) -> None:
+            for group, value in zip(order, outputs, strict=False):
+                targets[group].untyped_storage()._buffer.held = value  # type: ignore[attr-defined]
+
+        def alone(inputs: list[Any], values: tuple[Any, ...]) -> Any:
+            """Run a call on the process's one thread: what ``run`` does, written out for most calls."""
+            if donation.threaded():
+                return run(inputs, values)
+            targets = locate(values)
+            call, outputs = variants.choose(inputs), None
+            try:
+                (outputs,) = starmap(call, (inputs,))
+                for group, value in zip(order, outputs, strict=False):
+                    targets[group].untyped_storage()._buffer.held = value  # type: ignore[attr-defined]
+            except BaseException as error:
+                if outputs is not None:
+                    donation.finish(partial(bind, targets, outputs))
+                elif memory.is_exhausted(error):
+                    return run(inputs, values)
+                raise
+            return None if returns == 0 else targets[0] if returns == 1 else tuple(targets)
+
+        def run(inputs: list[Any], values: tuple[Any, ...]) -> Any:
+            targets = locate(values)
+            buffers = [targets[group].untyped_storage()._buffer for group in order]  # type: ignore[attr-defined]
+
+            def commit(outputs: Sequence[Any]) -> Sequence[Any]:
+                for buffer, value in zip(buffers, outputs[count:], strict=False):
+                    if resigned:
+                        buffer.rebind(value)
+                    else:
+                        buffer.held = value
+                return outputs
+
+            # Tracers belong to this thread, which may hold the compiler's lock.
+            if builder.traced or not donation.threaded():
+                outputs = donation.run(variants.choose(inputs), inputs, commit, check=check)
+            else:
+                outputs = _beside_threads(variants, inputs, buffers, places, commit, check)
+            if restrided:
+                restride_all(targets, resized)
+            if count:
+                fresh = [make(o) for make, o in zip(makers, outputs, strict=False)]
+                return fresh[0] if returns == 1 else tuple(fresh)
+            return None if returns == 0 else targets[0] if returns == 1 else tuple(targets)
+
+        return run if count or resigned or verify is not None else alone
+
+
+def _beside_threads(
+    variants: Variants,
+    inputs: list[Any],
+    buffers: Sequence[Buffer],
+    places: Sequence[int],
+    commit: Callable[[Sequence[Any]], Sequence[Any]],
+    check: Callable[[Sequence[Any]], None] | None,
+) -> Sequence[Any]:
+    """Run a call while other threads exist: from the reading of its targets to their rebinding nobody else writes."""
+    show = partial(donation.show, buffers, inputs, places)
+    while True:
+        with donation.lock:
+            try:
+                donation.hide(buffers, inputs, places)
+                owned = variants.donates(inputs, hidden=True)
+                ready = not any([type(inputs[at]) in (Node, Lost) for at in places])
+            except BaseException:
+                show()
+                raise
+            call = variants.calls.get(owned)
+            if call is not None and ready:
+                return donation.run(call, inputs, commit, show, check)
+            show()
+        # Compiling takes seconds and a lock of its own, and so does running what another thread recorded.
+        for at, buffer in zip(places, buffers, strict=True):
+            inputs[at] = buffer.value
+        if call is None:
+            variants.compile(owned)
+
+
+class Variants:
+    """One program compiled at most twice: with its targets' memory donated, and without."""
+
+    def __init__(self, builder: Builder, donated: tuple[int, ...], resized: bool) -> None:
+        self.builder, self.donated, self.fixed = builder, donated, resized or builder.traced
+        self.calls: dict[bool, Callable[..., Any]] = {}
+
+    def donates(self, inputs: list[Any], hidden: bool = False) -> bool:
+        """Return whether a call donates its targets: if nobody else holds their arrays."""
+        may = not self.fixed and config.current.donate == "auto"
+        return may and donation.is_owned(inputs, self.donated, hidden)
+
+    def choose(self, inputs: list[Any]) -> Callable[..., Any]:
+        """Return the variant for these inputs."""
+        owned = self.donates(inputs)
+        call = self.calls.get(owned)
+        return call if call is not None else self.compile(owned)
+
+    def compile(self, owned: bool) -> Callable[..., Any]:
+        """Compile a variant."""
+        builder = self.builder
+        if builder.traced:
+            call = compiler.inline(builder.program)
+        elif owned:
+            call = compiler.compile(builder.program, builder.examples, self.donated)
+        else:
+            call = compiler.compile(builder.program, builder.examples)
+        # A program that checks values keeps its targets, so that a failed call leaves them unchanged.
+        if builder.errors and owned:
+            owned, self.fixed = False, True
+            call = compiler.compile(builder.program, builder.examples)
+        self.calls[owned] = call
+        return call
+
+
+def locator(op: OpOverload) -> Callable[[tuple[Any, ...]], list[Tensor]]:
+    """Return a function that finds the tensors a call writes to."""
+    positions = [a.position for a in schema_of(op).arguments if a.mutated]
+    if len(positions) == 1 and schema_of(op).arguments[positions[0]].kind == "tensor":
+        position = positions[0]
+        return lambda values: [values[position]]
+
+    def locate(values: tuple[Any, ...]) -> list[Tensor]:
+        found = [values[position] for position in positions]
+        tensors = [item for value in found for item in (value if isinstance(value, list) else [value])]
+        return [tensor for tensor in tensors if isinstance(tensor, Tensor)]
+
+    return locate
+
+
+def _tensor_slots(slot: Slot) -> list[TensorSlot]:
+    return [s for s in (slot if isinstance(slot, list) else [slot]) if isinstance(s, TensorSlot)]
+
+
+def restride_all(targets: list[Tensor], resized: list[Spec | None]) -> None:
+    """Give resized targets their new layouts."""
+    for target, spec in zip(targets, resized, strict=True):
+        if spec is not None:
+            become(target, restride(target, spec.size, spec.stride))

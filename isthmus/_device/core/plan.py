@@ -1,0 +1,328 @@
+"""A new key: from the lowering, else a decomposition, else the CPU, to a plan that runs every such call."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from isthmus._device.checks import cpu_refusals, overlap_checks, value_checks
+from isthmus._device.core import decompose, derivatives, fallback, inference
+from isthmus._device.core.buffer import Buffer, Signature, buffer_of, check_reach, maker
+from isthmus._device.core.mutation import Mutation
+from isthmus._device.core.slots import Slot, Static, contiguous_specs, fill, flatten, slot_for, store
+from isthmus._device.torch_glue.private import empty_tensor
+from isthmus._device.torch_glue.torch_jax import check_device
+from isthmus._graph.layout import Spec, is_as_made
+from isthmus._graph.schema import ABSENT
+from isthmus._ops.value_checks import Checks, collecting
+from isthmus._runtime import compiler, memory
+from isthmus._runtime.dtypes import to_jax_dtype
+from isthmus.errors import IsthmusError, LoweringError
+
+if TYPE_CHECKING:
+    from isthmus._device.core.dispatch import Kernel
+
+Plan = Callable[[list[Any], tuple[Any, ...]], Any]
+Values = tuple[Any, ...]
+Tier = Callable[[dict[str, Any]], Any]
+Finish = Callable[["Builder"], Plan]
+
+
+def build(
+    kernel: Kernel, inputs: list[Any], values: Values, traced: bool, finish: Finish | None = None
+) -> Plan:
+    """Return the plan for calls like this one; ``values`` are all arguments in the schema's order.
+
+    ``finish`` makes the plan once a tier is found; by default it compiles a program.
+    """
+    finish = finish or (lambda builder: builder.plan(inputs))
+    shown = cpu_refusals.tensors_of(values)
+    for tensor in shown:
+        check_reach(tensor)
+    plan = _plan_for(kernel, inputs, values, traced, finish)
+    # Where a view begins is no part of the key, so of a storage made shorter every call is looked at.
+    return _looking(plan) if any([buffer_of(tensor).signature.shrunk for tensor in shown]) else plan
+
+
+def _looking(plan: Plan) -> Plan:
+    def run(inputs: list[Any], values: Values) -> Any:
+        for tensor in cpu_refusals.tensors_of(values):
+            check_reach(tensor)
+        return plan(inputs, values)
+
+    return run
+
+
+def _plan_for(kernel: Kernel, inputs: list[Any], values: Values, traced: bool, finish: Finish) -> Plan:
+    if not kernel.schema.mutated:
+        return _choose(kernel, inputs, values, traced, finish)
+    overlap_checks.check_new(kernel.op, values)
+    if overlap_checks.repeats_in_lists(kernel.op, values):
+        return lambda _, values: _one_by_one(kernel, values)
+    plan = overlap_checks.guarded(kernel.op, values, _choose(kernel, inputs, values, traced, finish))
+    return _counting_writes(plan) if kernel.op._schema.name.startswith("aten::_foreach_") else plan
+
+
+def _counting_writes(plan: Plan) -> Plan:
+    """Return the plan of a call that writes to a list: torch counts such writes in the CPU's kernels, not before ours.
+
+    Without it backward would not see that a tensor it saved has changed.
+    """
+
+    def run(inputs: list[Any], values: Values) -> Any:
+        result = plan(inputs, values)
+        increment_version([tensor for tensor in values[0] if not tensor.is_inference()])
+        return result
+
+    return run
+
+
+def _one_by_one(kernel: Kernel, values: Values) -> Any:
+    """Run a call on lists item by item: a tensor that is in a list twice is written twice, one after the other."""
+    length = len(next(value for value in values if isinstance(value, list)))
+    for at in range(length):
+        items = tuple([value[at]] if isinstance(value, list) else value for value in values)
+        args, kwargs = kernel.schema.split(items)
+        kernel.op(*args, **kwargs)
+
+
+def _choose(kernel: Kernel, inputs: list[Any], values: Values, traced: bool, finish: Finish) -> Plan:
+    """Return the plan of the first tier that can answer."""
+    device = kernel.schema.named(values).get("device")
+    check_device(device)
+    if device is not None and device.type != "jax":
+        return _elsewhere(kernel, device)
+    tier: Tier | None = kernel.lowering or decompose.function_for(kernel.functional)
+    reason, passing = "nothing lowers it", False
+    meta: inference.Warnings = []
+    try:
+        share = bool(kernel.schema.mutated)
+        found, meta = inference.recorded(lambda: inference.infer(kernel.op, values, share=share))
+    except Exception as error:
+        if traced:
+            raise
+        # The CPU says what is wrong in the words users know; if it finds nothing wrong, it answers.
+        cpu_refusals.attempt(kernel.op, values)
+        tier, found, reason = None, None, f"torch could not infer its result: {error}"
+    if tier is not None:
+        result = found[0] if found is not None else ()
+        warned = cpu_refusals.check(kernel.op, values, not traced, meta, result)
+        try:
+            builder = Builder(kernel, tier, inputs, values, found, traced)
+            mutation = builder.mutation
+            prepares = mutation is not None and mutation.needs_preparation
+            plan = mutation.preparing(kernel) if mutation is not None and prepares else finish(builder)
+            return cpu_refusals.warning(plan, warned)
+        except torch.OutOfMemoryError:
+            raise  # the CPU might try, and take the machine's memory
+        except Exception as error:
+            if traced:
+                raise
+            reason = f"its lowering failed: {type(error).__name__}: {error}"
+            cpu_refusals.attempt(kernel.op, values)  # what the CPU refuses as well is refused in its words
+            passing = compiler.may_pass(error)
+    if traced:
+        raise IsthmusError(f"{kernel.op} cannot run inside a trace: {reason}")
+    fallback.permit(kernel.op, kernel.schema.named(values), reason)
+
+    def on_cpu(_: list[Any], values: Values) -> Any:
+        return fallback.run(kernel.op, values, reason)
+
+    if passing:
+        raise PassingFailure(on_cpu)
+    return on_cpu
+
+
+class PassingFailure(Exception):
+    """XLA failed in a way that may pass: ``plan`` runs this call on the CPU, and the next one is compiled anew."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__("XLA failed in a way that may pass")
+        self.plan = plan
+
+
+def _elsewhere(kernel: Kernel, device: torch.device) -> Plan:
+    """Return the plan of a call such as ``ones_like(x, device="cpu")``: it runs there, on what is moved there."""
+
+    def run(_: list[Any], values: Values) -> Any:
+        moved = tuple(value.to(device) if isinstance(value, Tensor) else value for value in values)
+        args, kwargs = kernel.schema.split(moved)
+        return kernel.op(*args, **kwargs)
+
+    return run
+
+
+class Builder:
+    """Everything known about one new key; it keeps no array, since the plan keeps it."""
+
+    def __init__(
+        self, kernel: Kernel, tier: Tier, inputs: list[Any], values: Values, found: Any, traced: bool
+    ) -> None:
+        self.kernel, self.traced = kernel, traced
+        self.tier = derivatives.differentiable(kernel.functional, tier) if traced else tier
+        self.op, self.schema = kernel.op, kernel.schema
+        self.random = kernel.random
+        self.slots = _slots(kernel, values)
+        self.examples = [compiler.abstract(value) for value in inputs]
+        self.result = None if found is None else found[0]
+        self.inferred = found is not None
+        self.mutation = Mutation(kernel.op, self.slots, values, found) if self.schema.mutated else None
+        if self.mutation is not None and not self.inferred and self.schema.has_out:
+            self.mutation.resize(self._computed_specs())
+        elif self.mutation is not None and any(self.mutation.resized):
+            self.mutation.lay_out(self._resized_specs(values))
+        self.errors: list[tuple[type[Exception], str]] = []
+        self.computed: list[Any] = []
+        self.fresh = self._fresh_specs()
+        made = [*self.fresh, *(self.mutation.resized if self.mutation is not None else [])]
+        memory.require_room([(spec.size, spec.dtype) for spec in made if spec is not None])
+
+    def _resized_specs(self, values: Values) -> list[Spec | None]:
+        """Return how torch lays out targets that are resized: as the CPU does, or as the op without ``out=`` does."""
+        assert self.mutation is not None
+        after = cpu_refusals.resized_as(self.op, values)
+        if after:
+            return [Spec.of(target) for target in self.mutation.locate(after)]
+        return inference.of_functional(self.op, self.kernel.functional, values)
+
+    def _fresh_specs(self) -> list[Spec | None]:
+        """Return the spec of each new tensor of the result."""
+        count = sum(r.alias_info is None for r in self.op._schema.returns)
+        if self.mutation is not None and count == 0:
+            return []
+        if self.inferred:
+            return self._unmasked(inference.specs(self.result))
+        found = self._computed_specs()
+        return found if self.mutation is None else found[:count]
+
+    def _unmasked(self, specs: list[Spec | None]) -> list[Spec | None]:
+        """Return the specs without the gradients nobody asks for, which some Meta kernels give all the same."""
+        mask = self.slots.get("output_mask")
+        if not isinstance(mask, list) or len(mask) != len(specs):
+            return specs
+        wanted = [isinstance(slot, Static) and slot.value for slot in mask]
+        return [spec if want else None for spec, want in zip(specs, wanted, strict=True)]
+
+    def _computed_specs(self) -> list[Spec | None]:
+        """Return the specs of what the tier computes, for an op torch cannot infer."""
+        with compiler.scoped_x64(), collecting():
+            return contiguous_specs(lambda *inputs: self.results(inputs)[0], self.examples)
+
+    def results(self, inputs: Sequence[Any]) -> tuple[list[Any], Any]:
+        """Return what the tier computes, flat, and the conditions it requires."""
+        outs = {a.name for a in self.schema.arguments if a.out}
+        arguments = {name: fill(slot, inputs) for name, slot in self.slots.items() if name not in outs}
+        if self.random:
+            arguments["rng"] = random_key(inputs[-1])
+        if self.traced:
+            return flatten(self.tier(arguments)), Checks()  # the program around it requires the conditions
+        with collecting() as found:
+            return flatten(self.tier(arguments)), found
+
+    def program(self, *inputs: Any) -> tuple[Any, ...]:
+        """Compute the call: new storages, rewritten storages, then the conditions it requires."""
+        results, found = self.results(inputs)
+        self.computed = [compiler.abstract(r) if hasattr(r, "shape") else None for r in results]
+        count = len(self.fresh)
+        if self.mutation is None and len(results) != count:
+            raise LoweringError(
+                f"the lowering of {self.op} gave {len(results)} results where torch gives {count}"
+            )
+        fresh = [store(r, s, self.op) for r, s in zip(results, self.fresh, strict=False) if s is not None]
+        written = [] if self.mutation is None else self.mutation.write(results[count:], inputs, self.traced)
+        self.errors = found.errors
+        return (*fresh, *written, *found.flags)
+
+    def plan(self, inputs: list[Any]) -> Plan:
+        """Compile the program and return how a call runs it."""
+        if self.mutation is not None:
+            specs = [spec for spec in self.fresh if spec is not None]
+            return self.mutation.plan(self, specs, inputs)
+        if self.traced:
+            return self._functional(compiler.inline(self.program))
+        return self._functional(compiler.compile(self.program, self.examples))
+
+    def _functional(self, call: Callable[..., Any]) -> Plan:
+        specs = [spec for spec in self.fresh if spec is not None]
+        verify = value_checks.verifier(self.errors)
+        makers = [maker(spec, self.traced) for spec in specs]
+        assemble = self.assembler()
+        if len(makers) == 1 and len(self.fresh) == 1 and assemble is only and verify is None:
+            return _single(call, makers[0], specs[0], self.traced)
+        if len(makers) == len(self.fresh) and assemble in (tuple, list) and verify is None:
+            return lambda inputs, values: assemble(
+                [make(o) for make, o in zip(makers, call(*inputs), strict=True)]
+            )
+        present = [spec is not None for spec in self.fresh]
+
+        def run(inputs: list[Any], values: Values) -> Any:
+            outputs = call(*inputs)
+            if verify is not None:
+                verify(outputs[len(makers) :])
+            tensors = iter([make(o) for make, o in zip(makers, outputs, strict=False)])
+            return assemble([next(tensors) if there else None for there in present])
+
+        return run
+
+    def assembler(self) -> Callable[[list[Any]], Any]:
+        """Return the function that gives a list of results the structure torch returns."""
+        result = self.result
+        if not self.inferred:
+            if isinstance(self.op._schema.returns[0].type, torch.ListType):
+                return list  # even of one tensor
+            return only if len(self.op._schema.returns) == 1 and len(self.fresh) == 1 else tuple
+        if isinstance(result, list):
+            return list
+        if not isinstance(result, tuple):
+            return only
+        nested = any(isinstance(item, (list, tuple)) for item in result)
+        # Only the structure is kept: lists of Nones in place of the tensors.
+        shape = inference.skeleton(result)
+        return (lambda found: inference.nest(shape, iter(found))) if nested else tuple
+
+
+def only(found: list[Any]) -> Any:
+    """Return the one result of an op that returns a tensor."""
+    return found[0]
+
+
+def _slots(kernel: Kernel, values: Values) -> dict[str, Slot]:
+    index = itertools.count()
+    slots: dict[str, Slot] = {}
+    for argument, value in zip(kernel.schema.arguments, values, strict=True):
+        if argument.name == "generator":
+            slots[argument.name] = Static(None)
+        elif value is ABSENT:
+            slots[argument.name] = Static(argument.default)
+        else:
+            slots[argument.name] = slot_for(value, kernel.dynamic[argument.name], index)
+    return slots
+
+
+def _single(call: Callable[..., Any], make: Callable[[Any], Tensor], spec: Spec, traced: bool) -> Plan:
+    """Return the plan of an op with one result: the shortest path there is."""
+    size, dtype = spec.size, spec.dtype
+    if traced or not is_as_made(size, spec.stride):
+        return lambda inputs, values: make(call(*inputs)[0])
+    signature = Signature.intern(size, to_jax_dtype(dtype))
+
+    def run(inputs: list[Any], values: Values) -> Tensor:
+        # What the maker does, written out: this runs for nearly every op.
+        (value,) = call(*inputs)
+        tensor = empty_tensor(size, dtype)
+        tensor.untyped_storage()._buffer = Buffer(value, signature)  # type: ignore[attr-defined]
+        return tensor
+
+    return run
+
+
+def random_key(words: Any) -> Any:
+    """Return the JAX key of a (seed, offset), given as four 32-bit words."""
+    key = jax.random.wrap_key_data(words[:2], impl="threefry2x32")
+    return jax.random.fold_in(jax.random.fold_in(key, words[2]), words[3])

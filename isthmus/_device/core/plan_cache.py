@@ -1,0 +1,60 @@
+"""Compiled programs of single ops, in two generations: what is used stays, what never comes back goes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from isthmus._runtime import forks, memory_maps
+
+# How many may be young, and after how many new ones the process's memory maps are counted.
+_LIMIT, _ROUND = 2048, 64
+_count = 0
+
+
+class Generations:
+    """What one op has compiled, by key; how much may be young is counted over all ops together."""
+
+    def __init__(self) -> None:
+        self.young: dict[Any, Any] = {}
+        self.old: dict[Any, Any] = {}
+        every.add(self)
+
+    def find(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return what was made for a key that is not young: one that is old is young again, or a new one."""
+        found = self.old.pop(key, None)
+        if found is None:
+            found = make()
+        _make_room()
+        self.young[key] = found
+        return found
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.young.clear()
+        self.old.clear()
+
+
+every: weakref.WeakSet[Generations] = weakref.WeakSet()
+
+
+def _hide() -> None:
+    for each in list(every):
+        forks.empty(each.young)
+        forks.empty(each.old)
+
+
+forks.on_fork.append(_hide)
+
+
+def _make_room() -> None:
+    """Count one more. Of too many, or too many memory maps, all become old: those that were go."""
+    global _count
+    _count += 1
+    if _count <= _LIMIT and not (_count % _ROUND == 0 and memory_maps.crowded()):
+        return
+    for each in list(every):
+        each.old = dict(each.young)
+        each.young.clear()
+    _count = 1

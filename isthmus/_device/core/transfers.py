@@ -1,0 +1,181 @@
+"""Copies: between "jax" tensors in one executable, to and from others through the host or by DLPack."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isthmus._device.checks import value_checks
+from isthmus._device.core import mode
+from isthmus._device.core.buffer import buffer_of, wrap, wrap_strided
+from isthmus._device.core.dispatch import kernel_for
+from isthmus._device.core.host_tensors import (
+    array_from_cpu,
+    array_from_cuda,
+    cpu_from_array,
+    cuda_from_array,
+    shown_on_cpu,
+)
+from isthmus._device.kernels.conjugate import apply_bits, bare, is_lazy, resolve
+from isthmus._device.torch_glue.torch_jax import check_device
+from isthmus._graph.layout import is_dense, storage_order
+from isthmus._graph.names import aten as _aten
+from isthmus._runtime import counters
+from isthmus._runtime.dtypes import to_jax_dtype
+
+_copy = kernel_for(_aten.copy_.default)
+_clone = kernel_for(_aten.clone.default)
+_cast = kernel_for(_aten._to_copy.default)
+
+
+class _Copying(threading.local):
+    """Whether this thread copies what a view shows, so that its elements can be read."""
+
+    view = False
+
+
+_copying = _Copying()
+_WIDEST = {float: torch.float64, complex: torch.complex128}
+
+
+def array_of(tensor: Tensor) -> Any:
+    """Return the elements a "jax" tensor shows, as an array of its shape and dtype."""
+    tensor = resolve(tensor)
+    if _is_whole(tensor):
+        return buffer_of(tensor).value
+    _copying.view = True
+    try:
+        return buffer_of(_clone(tensor, memory_format=torch.contiguous_format)).value
+    finally:
+        _copying.view = False
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Return whether the tensor shows all of its storage as it is."""
+    signature = buffer_of(tensor).signature
+    same = signature.shape == tensor.shape and tensor.storage_offset() == 0 and tensor.is_contiguous()
+    return same and signature.dtype == to_jax_dtype(tensor.dtype)
+
+
+def copy_(self: Tensor, src: Tensor | complex, non_blocking: bool = False) -> Tensor:
+    """Write ``src`` into ``self``, whichever devices they are on; torch hands numbers on as they are."""
+    if not isinstance(src, Tensor):
+        if not is_lazy(self) and (self.is_complex() or not isinstance(src, complex)):
+            _copy(self, src)
+            return self
+        src = torch.tensor(src, dtype=_WIDEST.get(type(src)))
+    if self.device.type != "jax":
+        return self.copy_(_nearest(src, self.device), non_blocking)
+    arrived = resolve(src) if src.device.type == "jax" else from_other(src)
+    if is_lazy(self):
+        _copy(bare(self), apply_bits(arrived, self))
+    elif arrived is not src and _is_whole(self) and _same_kind(self, arrived) and not mode.current.capture:
+        buffer_of(self).rebind(buffer_of(arrived).held)
+    else:
+        _copy(self, arrived)
+    return self
+
+
+def _same_kind(self: Tensor, other: Tensor) -> bool:
+    return self.shape == other.shape and self.dtype == other.dtype and other.is_contiguous()
+
+
+def copy_from(self: Tensor, dst: Tensor, non_blocking: bool = False) -> Tensor:
+    """Write ``self`` into ``dst``: the order of arguments torch's device copies use."""
+    return copy_(dst, self, non_blocking)
+
+
+def from_other(tensor: Tensor) -> Tensor:
+    """Return a tensor of another device as a new "jax" tensor with the same strides if they are dense."""
+    made = _from_other(tensor)
+    if mode.current.capture is not None:
+        mode.current.capture.note_host(
+            buffer_of(made).held, tensor, lambda again: buffer_of(from_other(again)).value
+        )
+    return made
+
+
+def _from_other(tensor: Tensor) -> Tensor:
+    counters.count("transfers to device")
+    crossed = array_from_cuda(tensor) if tensor.device.type == "cuda" else None
+    if crossed is not None:
+        return wrap(crossed, tensor.dtype)
+    size, stride = tuple(tensor.shape), tuple(tensor.stride())
+    if not is_dense(size, stride):
+        return wrap(array_from_cpu(tensor.cpu()), tensor.dtype)
+    array = array_from_cpu(tensor.permute(storage_order(size, stride)).cpu())
+    return wrap_strided(array, size, stride, tensor.dtype)
+
+
+def to_cpu(tensor: Tensor) -> Tensor:
+    """Return a "jax" tensor's elements on the CPU, to be copied from."""
+    counters.count("transfers to host")
+    if _copying.view and not _is_whole(tensor):
+        # The program that copies views could not be compiled, and this is its fallback.
+        return shown_on_cpu(tensor)
+    array = array_of(tensor)
+    value_checks.raise_pending()
+    return cpu_from_array(array, tensor.dtype)
+
+
+def _nearest(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a "jax" tensor's elements where a copy to ``device`` is cheapest: there, or on the CPU."""
+    crossed = cuda_from_array(array_of(tensor), tensor.dtype) if device.type == "cuda" else None
+    return crossed if crossed is not None else to_cpu(tensor)
+
+
+def to_copy(self: Tensor, **options: Any) -> Tensor:
+    """Return a copy with another dtype, device or memory format."""
+    device = options.pop("device", None) or self.device
+    if device.type == "jax":
+        check_device(device)
+        return _cast(self, **options) if self.device.type == "jax" else _arrived(self, options)
+    dtype, memory_format = options.get("dtype") or self.dtype, options.get("memory_format")
+    if memory_format in (None, torch.preserve_format):
+        target = torch.empty_strided(self.shape, _dense_strides(self), dtype=dtype, device=device)
+    else:
+        target = torch.empty(self.shape, dtype=dtype, device=device, memory_format=memory_format)
+    return target.copy_(_nearest(self, device))
+
+
+def _arrived(tensor: Tensor, options: dict[str, Any]) -> Tensor:
+    """Return a tensor of another device as a new one here, cast and laid out only if that is asked for."""
+    found = from_other(tensor)
+    memory_format = options.get("memory_format")
+    same_dtype = options.get("dtype") in (None, found.dtype)
+    same_layout = memory_format in (None, torch.preserve_format) and found.stride() == _dense_strides(tensor)
+    return found if same_dtype and same_layout else _cast(found, **options)
+
+
+def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
+    return torch.empty_like(torch.empty_strided(tensor.shape, tensor.stride(), device="meta")).stride()
+
+
+def local_scalar_dense(self: Tensor) -> Any:
+    """Return the one element of ``self`` as a Python number."""
+    return to_cpu(self).item()
+
+
+def equal(self: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same size and elements."""
+    if self.device != other.device:
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices, {self.device} "
+            f"and {other.device}!"
+        )
+    if self.dtype != other.dtype:  # older versions of torch refuse that, newer ones promote
+        torch.equal(torch.zeros(1, dtype=self.dtype), torch.zeros(1, dtype=other.dtype))
+    return self.shape == other.shape and bool((self == other).all())
+
+
+KERNELS = {
+    "copy_": copy_,
+    "_copy_from": copy_from,
+    "_copy_from_and_resize": copy_from,
+    "_to_copy": to_copy,
+    "_local_scalar_dense": local_scalar_dense,
+    "equal": equal,
+}

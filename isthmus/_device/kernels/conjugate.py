@@ -1,0 +1,66 @@
+"""Lazy conjugation and negation: ``conj()`` and the ``imag`` of it only set a bit, and a few ops see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from isthmus._device.core.dispatch import kernel_for
+from isthmus._device.torch_glue.private import has_kernel
+from isthmus._graph.names import Missing
+from isthmus._graph.names import aten as _aten
+from isthmus._graph.schema import schema_of
+
+_conjugate = kernel_for(_aten.conj_physical.default)
+_negate = kernel_for(_aten.neg.default)
+
+
+def is_lazy(value: Any) -> bool:
+    """Return whether ``value`` is a tensor whose elements are not those of its storage."""
+    return isinstance(value, Tensor) and (value.is_conj() or value.is_neg())
+
+
+def bare(tensor: Tensor) -> Tensor:
+    """Return a view of what the storage holds, the bits left out."""
+    tensor = torch._conj(tensor) if tensor.is_conj() else tensor
+    return torch._neg_view(tensor) if tensor.is_neg() else tensor
+
+
+def apply_bits(value: Tensor, like: Tensor) -> Tensor:
+    """Return ``value`` conjugated and negated as the bits of ``like`` say; the same again undoes it."""
+    value = _conjugate(value) if like.is_conj() and value.is_complex() else value
+    return _negate(value) if like.is_neg() else value
+
+
+def resolve(value: Any) -> Any:
+    """Return a tensor that holds the elements ``value`` shows."""
+    return apply_bits(bare(value), value) if is_lazy(value) else value
+
+
+def resolving(op: OpOverload | Missing, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``kernel`` with lazy arguments resolved, for the ops torch hands them to."""
+    if isinstance(op, Missing) or not (has_kernel(op, "Conjugate") or has_kernel(op, "Negative")):
+        return kernel
+    schema = schema_of(op)
+
+    def resolved(*args: Any, **kwargs: Any) -> Any:
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if is_lazy(value):
+                break
+        else:
+            return kernel(*args, **kwargs)
+        given = schema.bind(args, kwargs)
+        plain_args, plain_kwargs = tuple(resolve(a) for a in args), {k: resolve(v) for k, v in kwargs.items()}
+        result = kernel(*plain_args, **plain_kwargs)
+        after = schema.bind(plain_args, plain_kwargs)
+        for name in schema.mutated:
+            if after[name] is not given[name]:
+                given[name].copy_(after[name])
+            result = given[name]
+        return result
+
+    return resolved

@@ -1,0 +1,260 @@
+"""New tensors: ``empty`` shares zeros until written, ``arange`` keeps its bounds out of the program."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isthmus._device.core import mode
+from isthmus._device.core.buffer import storage_length, wrap, wrap_strided
+from isthmus._device.core.dispatch import kernel_for
+from isthmus._device.core.host_tensors import array_from_cpu
+from isthmus._device.torch_glue.private import restride
+from isthmus._device.torch_glue.torch_jax import check_device
+from isthmus._graph.layout import contiguous_strides, storage_shape
+from isthmus._ops.tensors.creation import count
+from isthmus._runtime import compiler, forks, memory
+from isthmus._runtime.dtypes import to_jax_dtype
+from isthmus._runtime.host_arrays import device_number
+from isthmus._runtime.private import is_tracing
+
+_DEVICE = torch.device("jax", 0)  # named in recorded calls: without it torch would infer them on the CPU
+_SHARED_BYTES = 1 << 16
+_SHARED_LIMIT = 1024
+_shared: dict[tuple[Any, ...], Any] = {}
+_makers: dict[tuple[Any, ...], Any] = {}
+_counters: dict[tuple[Any, ...], Any] = {}
+
+
+def _hide() -> None:
+    for programs in (_shared, _makers, _counters):
+        forks.empty(programs)
+
+
+forks.on_fork.append(_hide)
+
+
+def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Return an array of zeros; small ones are shared, which is safe because arrays never change."""
+    key = (shape, dtype)
+    found = _shared.get(key)
+    if found is not None:
+        return found
+    if key not in _makers:
+        import jax.numpy as jnp
+
+        if memory.nbytes(shape, dtype) > memory.LARGEST:
+            raise RuntimeError(f"Storage size calculation overflowed with sizes={list(shape)}")
+        memory.require(memory.nbytes(shape, dtype))  # before JAX counts the elements, in an int64
+
+        if len(_makers) >= _SHARED_LIMIT:
+            _makers.clear()
+        _makers[key] = compiler.compile(lambda: jnp.zeros(shape, dtype), [])
+    made = _makers[key]()
+    if math.prod(shape) * dtype.itemsize <= _SHARED_BYTES:
+        if len(_shared) >= _SHARED_LIMIT:
+            _shared.clear()
+        _shared[key] = made
+    return made
+
+
+def empty(
+    size: Any,
+    *,
+    dtype: Any = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+    memory_format: Any = None,
+) -> Tensor:
+    """Return a new tensor; its elements are zeros, which nothing promises."""
+    size = tuple(size)
+    for n in size:
+        if n < 0:
+            raise RuntimeError(f"Trying to create tensor with negative dimension {n}: {list(size)}")
+    if memory_format in (None, torch.contiguous_format, torch.preserve_format):
+        return empty_strided(size, contiguous_strides(size), dtype=dtype, device=device)
+    stride = torch.empty(size, device="meta", memory_format=memory_format).stride()
+    return empty_strided(size, stride, dtype=dtype, device=device)
+
+
+def efficient_zeros(size: Any, **options: Any) -> Tensor:
+    """Return zeros; torch's tensor that knows it is zero cannot be made from Python."""
+    return empty(size, **options).zero_()
+
+
+def empty_strided(
+    size: Any,
+    stride: Any,
+    *,
+    dtype: Any = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+) -> Tensor:
+    """Return a new tensor with this layout."""
+    check_device(device)
+    size, stride = tuple(size), tuple(stride)
+    dtype = dtype or torch.get_default_dtype()
+    if mode.current.lazy and not is_tracing() and stride == contiguous_strides(size):
+        return kernel_for(torch.ops.aten.zeros.default)(size, dtype=dtype, device=_DEVICE)
+    return wrap_strided(zeros(storage_shape(size, stride), to_jax_dtype(dtype)), size, stride, dtype)
+
+
+def zeros_of(
+    size: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None
+) -> Tensor:
+    """Return zeros, which is what ``empty`` returns here too."""
+    return empty(size, dtype=dtype, device=device)
+
+
+def new_zeros(self: Tensor, size: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+    """Return zeros in the dtype of ``self`` unless told otherwise."""
+    if device is not None and device.type != "jax":
+        return torch.zeros(size, dtype=dtype or self.dtype, device=device)
+    return empty(size, dtype=dtype or self.dtype, device=device)
+
+
+def zeros_like(
+    self: Tensor, *, dtype: Any = None, device: Any = None, memory_format: Any = None, **_: Any
+) -> Tensor:
+    """Return zeros in the layout of ``self``, dense."""
+    dtype = dtype or self.dtype
+    if device is not None and device.type != "jax":
+        return torch.empty_like(self, dtype=dtype, device=device, memory_format=memory_format).zero_()
+    if memory_format is None and self.is_contiguous():
+        return empty(self.shape, dtype=dtype, device=device)
+    shadow = torch.empty_strided(self.shape, self.stride(), device="meta")
+    stride = torch.empty_like(shadow, memory_format=memory_format or torch.preserve_format).stride()
+    return empty_strided(self.shape, stride, dtype=dtype, device=device)
+
+
+def _count(length: int, dtype: Any, start: Any, step: Any) -> Any:
+    return count(length, start, step, dtype)
+
+
+def arange(
+    start: Any,
+    end: Any,
+    step: Any = 1,
+    *,
+    dtype: Any = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+) -> Tensor:
+    """Return the numbers from ``start`` to ``end``; torch says how many, and only that is compiled for."""
+    check_device(device)
+    if (
+        dtype is not None
+        and not dtype.is_floating_point
+        and not (type(start) is type(end) is type(step) is int)
+    ):
+        # How many steps of a fraction there are, and whether any, differs from dtype to dtype: as the CPU has it.
+        return wrap(array_from_cpu(torch.arange(start, end, step, dtype=dtype, device="cpu")), dtype)
+    shadow = torch.ops.aten.arange.start_step(start, end, step, dtype=dtype, device="meta")
+    whole = type(start) is int and step == 1 and not shadow.is_floating_point()
+    if mode.current.lazy and whole and not is_tracing():
+        count_up = kernel_for(torch.ops.aten.arange.start_step)
+        counted = count_up(0, shadow.shape[0], 1, dtype=shadow.dtype, device=_DEVICE)
+        return counted.add_(start) if start else counted
+    return _counted(shadow.shape[0], start, step, shadow.dtype)
+
+
+def _counted(length: int, start: Any, step: Any, dtype: torch.dtype) -> Tensor:
+    first, stride = device_number(start), device_number(step)
+    key = (length, dtype, type(start), type(step))
+    program = _counters.get(key)
+    if program is None:
+        if len(_counters) >= _SHARED_LIMIT:
+            _counters.clear()
+        counted = functools.partial(_count, length, to_jax_dtype(dtype))
+        program = _counters[key] = compiler.compile(counted, [first, stride])
+    return wrap(program(first, stride), dtype)
+
+
+def range_(
+    start: Any,
+    end: Any,
+    step: Any = 1,
+    *,
+    dtype: Any = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+) -> Tensor:
+    """Return the numbers from ``start`` to ``end``, which torch's old ``range`` includes."""
+    check_device(device)
+    dtype = dtype or torch.get_default_dtype()
+    if step == 0:
+        raise RuntimeError("step must be nonzero")
+    if not (math.isfinite(start) and math.isfinite(end)):
+        raise RuntimeError(f"unsupported range: {start} -> {end}")
+    if (end - start) * step < 0:
+        raise RuntimeError("upper bound and lower bound inconsistent with step sign")
+    return _counted(int((end - start) / step) + 1, start, step, dtype)
+
+
+def arange_end(end: Any, **options: Any) -> Tensor:
+    """Return the numbers from 0 to ``end``."""
+    return arange(0, end, **options)
+
+
+def _writing(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a factory's ``out=`` form: made in the dtype of ``out``, which is resized if it must be."""
+
+    def write(*args: Any, out: Tensor, **options: Any) -> Tensor:
+        return write_out(out, make(*args, **options, dtype=out.dtype, device=out.device))
+
+    return write
+
+
+def write_out(out: Tensor, found: Tensor) -> Tensor:
+    """Copy a result into ``out``, resized if it must be."""
+    if out.shape != found.shape:
+        out.resize_(found.shape)
+    return out.copy_(found)
+
+
+def as_strided_scatter(
+    self: Tensor, src: Tensor, size: Any, stride: Any, storage_offset: int | None = None
+) -> Tensor:
+    """Return a copy of ``self``, storage and strides included, with a view of any layout replaced."""
+    length, offset = storage_length(self), int(self.storage_offset())
+    copied = restride(self, (length,), (1,)).clone()
+    found = restride(copied, self.shape, self.stride(), offset)
+    at = offset if storage_offset is None else storage_offset
+    copied.as_strided(size, stride, at).copy_(src)
+    return found
+
+
+def _spaced_out_forms() -> dict[str, Callable[..., Tensor]]:
+    overloads = ("", "Tensor_Tensor_", "Tensor_Scalar_", "Scalar_Tensor_")
+    makers: dict[str, Any] = {"linspace": torch.linspace, "logspace": torch.logspace}
+    return {f"{name}.{o}out": _writing(make) for name, make in makers.items() for o in overloads}
+
+
+KERNELS = {
+    "empty.memory_format": empty,
+    "empty_strided": empty_strided,
+    "_efficientzerotensor": efficient_zeros,
+    "zeros": zeros_of,
+    "zeros_like": zeros_like,
+    "new_zeros": new_zeros,
+    "arange": arange_end,
+    "arange.start": arange,
+    "arange.start_step": arange,
+    "arange.start_out": _writing(arange),
+    "range.out": _writing(range_),
+    "eye.out": _writing(torch.eye),
+    "eye.m_out": _writing(torch.eye),
+    **_spaced_out_forms(),
+    "range": range_,
+    "range.step": range_,
+    "as_strided_scatter": as_strided_scatter,
+}

@@ -1,0 +1,281 @@
+"""Exceptions that Python code raises during backward: in hooks, custom functions, recomputation, and by Ctrl-C.
+
+torch's autograd engine asks the device's guard, an object in Python, for its ``type_`` while a C++ exception unwinds. A
+hook throws with Python's error indicator still set, and ``~StreamGuard`` calls the guard; a call that returns a result
+while the indicator is set is a SystemError, and that inside a destructor ends the process. So the guard takes the
+pending error away, and ``run_backward`` of torch's engine, the one place that enters it, raises the same object again.
+
+    hook raises -> indicator is set -> guard.type_() takes it -> list of this pass -> run_backward raises it
+
+- **The guard** (``Guarding``). All of ``type_`` is a chain of C iterators. A Python function would do until it is
+  traced: a debugger's trace function is called at its entry, while the error is pending. Outside of backward passes,
+  where no error can be pending, ``type_`` is an iterator that only answers.
+- **Which pass an error belongs to.** Autograd's one thread for the device works for all passes of all threads.
+  ``run_backward`` puts a list into torch's thread-local state, which torch carries to each thread that works for the
+  pass; passes inside passes have lists of their own. Nothing else holds the list: an error nobody raises goes with it.
+- **Ctrl-C** (``Signals``). pybind11 lets Python handle signals when it calls the guard, where C++ allows no exception.
+  A signal that arrives while C++ runs a pass on the main thread is therefore handled when the pass has ended.
+
+docs/faults.md tells users, and says which change in torch would make all this unnecessary.
+"""
+
+from __future__ import annotations
+
+# The module ``signal`` turns every number into an enum, which takes microseconds.
+import _signal  # type: ignore[import-not-found]
+import ctypes
+import functools
+import struct
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from itertools import repeat
+from types import FrameType
+from typing import Any
+
+from isthmus._device.torch_glue import patches, private
+from isthmus._upstream import optional
+
+_OWNER, _NAME = "torch.autograd.variable.Variable", "_execution_engine"
+_KEY = "isthmus: errors of this backward"
+
+_pending = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyErr_Occurred", ctypes.pythonapi))
+"""Raises a pending error, as every function of ``ctypes.PyDLL`` raises what is pending when it returns."""
+
+
+class _Indicator:
+    """Python's error indicator, which says that an exception is on its way.
+
+    ``next(taken)`` clears it and returns what it held, ``none`` if nothing, all in C; ``put(*addresses(...))`` sets it
+    again and so raises the exception where it is called.
+    """
+
+    def __init__(self) -> None:
+        api, address = ctypes.pythonapi, ctypes.c_void_p
+        self.taken: Iterator[Any]
+        self.addresses: Callable[[Any], tuple[int, ...]]
+        if sys.version_info >= (3, 12):
+            take = ctypes.PYFUNCTYPE(address)(("PyErr_GetRaisedException", api))
+            self.taken, self.none = iter(take, "never"), None
+            self.put = ctypes.PYFUNCTYPE(None, address)(("PyErr_SetRaisedException", api))
+            self.addresses = lambda taken: (taken,)
+            return
+        three = struct.Struct("3P")
+        slots, places = (ctypes.c_char * three.size)(), range(0, three.size, ctypes.sizeof(address))
+        fetch = ctypes.PYFUNCTYPE(None)(("PyErr_Fetch", api))
+        # The arguments are made now: no object can be made while an error is pending.
+        fetched = map(fetch, *(repeat(ctypes.byref(slots, place)) for place in places))
+        # All threads share the slots: they are read before the GIL can be released, as no step between is Python code.
+        # ``fetch`` returns None, which is getattr's default here.
+        self.taken = map(getattr, repeat(slots), repeat("raw"), fetched)
+        self.none, self.addresses = bytes(three.size), three.unpack
+        self.put = ctypes.PYFUNCTYPE(None, address, address, address)(("PyErr_Restore", api))
+
+
+class _Answers(dict[Any, Any]):
+    """The guard's answer by what was taken from the indicator: an error is a missing key, and is kept."""
+
+    def __init__(self, none: Any, answer: Any, indicator: _Indicator) -> None:
+        super().__init__({none: answer})
+        self.answer = answer
+        self.indicator = indicator
+
+    def __missing__(self, taken: Any) -> Any:
+        try:
+            self.indicator.put(*self.indicator.addresses(taken))
+        except BaseException as error:
+            _keep(error)
+        return self.answer
+
+
+class _Unclaimed:
+    """An error of a pass that ``run_backward`` did not begin: Python prints it, as it does those in ``__del__``."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __del__(self) -> None:
+        raise self.error
+
+
+def _keep(error: BaseException) -> None:
+    """Keep an error for the pass that this thread works for, with the traceback it had before this module raised it."""
+    traceback = error.__traceback__
+    error.__traceback__ = traceback and traceback.tb_next
+    errors = private.carried(_KEY)
+    if errors is None:
+        _Unclaimed(error)
+    else:
+        errors.append(error)
+
+
+class Guarding:
+    """What the device's guard has for ``type_``: while a pass runs, a chain that takes a pending error away first."""
+
+    def __init__(self, guard: Any, answer: Any) -> None:
+        indicator = _Indicator()
+        # pybind11 calls no PyCFunction, which it takes for a method nobody has overridden; ``__next__`` is none.
+        self.taking = map(_Answers(indicator.none, answer, indicator).__getitem__, indicator.taken).__next__
+        self.quick = repeat(answer).__next__
+        if self.taking() is not answer or self.quick() is not answer:
+            raise TypeError("an error is found where none is pending")
+        self.passes = 0
+        self.lock = threading.RLock()  # reentrant: the handler of a signal may run a pass
+        self.attributes: dict[str, Any] = vars(guard)
+        self.attributes["type_"] = self.taking
+
+    def run(self, theirs: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one backward pass; an error that the guard took from it is raised where torch would have raised it."""
+        around = private.carried(_KEY)
+        errors: list[BaseException] = []
+        private.carry(_KEY, errors)
+        with self.lock:
+            self.passes += 1
+            self.attributes["type_"] = self.taking
+        ended = False
+        try:
+            result = theirs(*args, **kwargs)
+            ended = True
+            return result
+        except SystemError:
+            # What Python makes of a function that fails without an error: "returned NULL without setting an exception".
+            if not errors:
+                raise
+        finally:
+            with self.lock:
+                self.passes -= 1
+                # Where a pass failed on one thread, another may still run one of its hooks, which may raise, too.
+                if ended and not self.passes:
+                    self.attributes["type_"] = self.quick
+            private.carry(_KEY, around)
+        error = errors[-1]
+        errors.clear()
+        context = error.__context__
+        try:
+            raise error
+        finally:
+            # ``raise`` has put there what the caller is handling just now.
+            if context is not None:
+                error.__context__ = context
+            del error, context  # their tracebacks hold this frame
+
+
+class Signals:
+    """Signals of the main thread while it runs a pass: those that arrive while C++ is running are handled afterwards.
+
+    Their handlers are Python's and may raise. In a hook they do so at once. Where C++ cannot stand an exception, Python
+    calls them with a frame of this module, or of ``private`` as it calls that: the last Python code that ran is the
+    call of the engine.
+    """
+
+    # Ctrl-C first. While a thread of autograd's runs the pass, C++ calls the guard on the main thread for microseconds
+    # only, and the others are left as they are: a pass would take a microsecond more.
+    numbers = tuple(
+        getattr(_signal, name)
+        for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGBREAK")
+        if hasattr(_signal, name)
+    )
+    __slots__ = ("deferred", "ours", "theirs")
+
+    def __init__(self) -> None:
+        self.theirs: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self.deferred: list[int] = []
+        self.ours = self.handle  # one object, to be recognized by
+
+    def begin(self) -> None:
+        """Take the place of the handlers that are Python functions."""
+        for number in self.numbers if private.runs_backward_here() else self.numbers[:1]:
+            handler = _signal.getsignal(number)
+            if callable(handler):
+                self.theirs[number] = handler
+                _signal.signal(number, self.ours)
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal, now or at the end of the pass."""
+        try:
+            # First, since pybind11 may let Python handle signals before it calls the guard: nothing can be called
+            # while an error is pending but this, which raises it.
+            _pending()
+        except BaseException as error:
+            _keep(error)
+        if _is_ours(frame):
+            self.deferred.append(number)
+        else:
+            self.theirs[number](number, frame)
+
+    def end(self) -> None:
+        """Put the handlers back and handle what has been deferred."""
+        for number, handler in self.theirs.items():
+            if _signal.getsignal(number) is self.ours:  # a hook may have put another one there
+                _signal.signal(number, handler)
+        if not self.deferred:
+            return
+        frame: FrameType | None = sys._getframe()
+        while _is_ours(frame):
+            frame = frame and frame.f_back
+        for number in self.deferred:
+            self.theirs[number](number, frame)
+
+
+def _is_ours(frame: FrameType | None) -> bool:
+    return frame is not None and frame.f_code.co_filename in _FILES
+
+
+_FILES = {_is_ours.__code__.co_filename, private.carried.__code__.co_filename}
+
+
+def install(guard: Any, answer: Any) -> None:
+    """Let the device's guard, whose type is ``answer``, take pending errors, and the engine raise them."""
+    guarding = _guarding(guard, answer)
+    if guarding is not None:
+        _take_over(guarding)
+
+
+@optional("an exception in Python during backward ends the process", lambda guard, answer: None)
+def _guarding(guard: Any, answer: Any) -> Guarding | None:
+    return Guarding(guard, answer)
+
+
+@optional(
+    "an exception in Python during backward is printed, and backward() raises a SystemError instead",
+    lambda guarding: None,
+)
+def _take_over(guarding: Guarding) -> None:
+    """Take the place of the engine that torch enters for every backward pass; a second call does nothing."""
+    if not callable(getattr(patches.found(_OWNER), _NAME).run_backward):
+        raise TypeError(f"{_OWNER}.{_NAME}.run_backward cannot be called")
+    errors: list[BaseException] = []
+    private.carry(_KEY, errors)
+    if private.carried(_KEY) is not errors:
+        raise TypeError("torch does not keep an object in its thread-local state")
+    private.carry(_KEY, None)
+    patches.replace(_OWNER, _NAME, functools.partial(_engine, guarding))
+
+
+def _engine(guarding: Guarding, theirs: Any) -> Any:
+    """Return an engine that does what theirs does, and raises what the guard took."""
+
+    class Engine(type(theirs)):  # type: ignore[misc]
+        def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != threading.main_thread().ident:
+                return guarding.run(theirs.run_backward, args, kwargs)
+            signals = Signals()
+            try:
+                signals.begin()
+                return guarding.run(theirs.run_backward, args, kwargs)
+            finally:
+                signals.end()
+
+    # Where code that Dynamo could not trace calls backward, Dynamo would look at these.
+    functions: list[Any] = [
+        Engine.run_backward,
+        Guarding.run,
+        Signals.begin,
+        Signals.handle,
+        Signals.end,
+        _is_ours,
+    ]
+    functions += [_Answers.__missing__, _keep, private.carry, private.carried]
+    for function in functions:
+        private.hide_from_dynamo(function)
+    return Engine()

@@ -1,0 +1,283 @@
+"""Every patch of torch and JAX, in one table: what is replaced, when, and why nothing gentler does.
+
+``replace`` is the only function of the package that puts something else where torch or JAX keeps a name of its own, and
+it refuses what has no row here. The modules that know the replacement call it:
+
+    patches.replace("torch.Tensor", "data_ptr", lambda theirs: ...)
+
+People who only have Isthmus installed get the rows ``IMPORT`` and no others; those are names that torch itself reaches
+without a tensor of the device, and each either fails or ends the process without its row. The rest waits for the first
+tensor on "jax" (``TENSOR``), the first graph of the backend (``COMPILE``), or a call (``CALL``, taken back at its end).
+
+A name that this torch does not have is skipped, and what its reason says is then not so, and nothing else. ``skipped``
+keeps these for ``isthmus doctor``, unless the row is ``optional``: not every supported version has that name.
+Loading this file loads neither torch nor JAX.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+IMPORT = "import"
+TENSOR = "tensor"
+COMPILE = "compile"
+CALL = "call"
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A name of torch's or JAX's that Isthmus replaces, or a registry of theirs that it adds to."""
+
+    owner: str
+    name: str
+    when: str
+    reason: str
+    optional: bool = False
+    """Whether some supported version lacks the name, so that its absence is no fault."""
+    adds: bool = False
+    """Whether the name is a registry that ``register`` adds to, and stays what it is."""
+
+    def __str__(self) -> str:
+        return f"{self.owner}.{self.name}"
+
+
+_ACCELERATOR = (
+    "_accelerator_isAllocatorInitialized", "_accelerator_emptyCache", "_accelerator_emptyHostCache",
+    "_accelerator_getDeviceStats", "_accelerator_resetAccumulatedStats", "_accelerator_resetPeakStats",
+    "_accelerator_getMemoryInfo", "_accelerator_getDeviceCapability", "_accelerator_synchronizeDevice",
+)  # fmt: skip
+_MEASURED = ("nbytes", "__len__", "data_ptr")
+_COPIED = ("cpu", "clone", "copy_", "resize_", "fill_", "__setitem__", "_set_from_file", "_swap_data_ptr_")
+_READ = ("__getitem__", "__iter__", "tolist", "_write_file", "_byteswap")
+_SHARED = ("is_shared", "share_memory_", "_share_fd_cpu_", "_share_filename_cpu_")
+
+TABLE: tuple[Patch, ...] = (
+    *(
+        Patch(
+            "torch._C",
+            name,
+            IMPORT,
+            "torch.accelerator is this device as soon as it is registered, and asks here for an allocator and streams "
+            "that a device in Python cannot have: an internal assert fails, or the process ends",
+            optional=True,
+        )
+        for name in _ACCELERATOR
+    ),
+    Patch(
+        "torch.Tensor",
+        "pin_memory",
+        IMPORT,
+        "a DataLoader pins CPU tensors wherever there is an accelerator, and torch asks this one, in C++, for memory",
+    ),
+    Patch(
+        "torch.UntypedStorage",
+        "__new__",
+        IMPORT,
+        "torch.UntypedStorage(8, device='jax') reads through a null pointer and ends the process; torch.load gets here",
+    ),
+    Patch(
+        "torch.jit",
+        "load",
+        IMPORT,
+        "map_location='jax' reads a file into memory that is not there, and may be the first use of the device",
+    ),
+    *(
+        Patch(
+            f"torch.jit._script.{owner}",
+            name,
+            TENSOR,
+            "torch's C++ writes the memory behind a storage, and a 'jax' storage has none: the file had no weights",
+        )
+        for owner in ("RecursiveScriptModule", "ScriptModule")
+        for name in ("save_to_buffer", "save")
+    ),
+    *(
+        Patch(
+            "torch.UntypedStorage",
+            name,
+            TENSOR,
+            "torch keeps no memory behind a 'jax' storage: what its methods read or write is in its buffer",
+        )
+        for name in (*_MEASURED, *_COPIED, *_READ)
+    ),
+    *(
+        Patch(
+            "torch.UntypedStorage",
+            name,
+            TENSOR,
+            "a 'jax' storage cannot be shared between processes, and torch would share what is not there",
+        )
+        for name in _SHARED
+    ),
+    Patch(
+        "torch.autograd.variable.Variable",
+        "_execution_engine",
+        TENSOR,
+        "an exception in a hook must be taken from torch while it unwinds, or the process ends; this raises it again",
+    ),
+    Patch(
+        "torch.Tensor",
+        "data_ptr",
+        TENSOR,
+        "torch says 0 for every 'jax' tensor; safetensors and others tell tensors that share memory by it",
+    ),
+    Patch("torch.Tensor", "__dlpack__", TENSOR, "torch would hand out a null pointer as memory of the device"),
+    Patch("torch.Tensor", "__dlpack_device__", TENSOR, "torch names no DLPack device for 'jax'"),
+    Patch(
+        "torch._tensor_str",
+        "_tensor_str",
+        TENSOR,
+        "torch prints element by element, a program and a transfer each, on devices it does not know to be remote",
+    ),
+    Patch(
+        "torch.nn.attention.flex_attention",
+        "_validate_device",
+        TENSOR,
+        "torch names the devices that flex_attention serves inside a function",
+    ),
+    Patch(
+        "torch._dynamo.variables.optimizer.OptimizerVariable",
+        "_set_capturable",
+        COMPILE,
+        "an optimizer in a compiled function keeps its step counts on the device, as on CUDA",
+        optional=True,
+    ),
+    Patch(
+        "torch._dynamo.variables.optimizer.OptimizerVariable",
+        "_safe_to_set_capturable",
+        COMPILE,
+        "an optimizer in a compiled function keeps its step counts on the device, as on CUDA",
+        optional=True,
+    ),
+    Patch(
+        "torch._dynamo.codegen.PyCodegen",
+        "make_call_generated_code",
+        COMPILE,
+        "the code that Dynamo writes around a graph of this backend marks its call for no profiler",
+    ),
+    Patch(
+        "torch._dynamo.backends.registry",
+        "_COMPILER_FNS",
+        COMPILE,
+        "threads that look this backend up at once each register it, and torch refuses all but the first",
+    ),
+    Patch(
+        "torch.autograd.Function",
+        "apply",
+        CALL,
+        "while JAX transforms torch code, a custom function's gradient is the one its backward defines",
+    ),
+    Patch(
+        "jax.tree_util",
+        "register_pytree_node",
+        CALL,
+        "JAX learns the containers that torch's pytrees know and a function returned, such as those of transformers",
+        adds=True,
+    ),
+    Patch(
+        "multiprocessing.reduction.ForkingPickler",
+        "register",
+        TENSOR,
+        "a 'jax' storage sent to another process is refused; torch would send what is not there, or wait for ever",
+        adds=True,
+    ),
+)  # fmt: skip
+
+_rows = {(row.owner, row.name): row for row in TABLE}
+_lock = threading.RLock()
+
+
+@dataclass
+class _Applied:
+    owner: Any
+    theirs: Any
+    ours: Any
+    inherited: bool
+
+
+_applied: dict[Patch, _Applied] = {}
+skipped: dict[Patch, str] = {}
+"""Rows that could not be applied, and why."""
+
+
+def row(owner: str, name: str) -> Patch:
+    """Return the row of a name, or raise: a patch without a row is a mistake in this package."""
+    if (owner, name) not in _rows:
+        raise KeyError(
+            f"{owner}.{name} has no row in isthmus._device.torch_glue.patches.TABLE: add one, with its reason"
+        )
+    return _rows[owner, name]
+
+
+def replace(owner: str, name: str, make: Callable[[Any], Any]) -> None:
+    """Put ``make(theirs)`` where torch keeps ``owner.name``; a second call does nothing, a missing name is skipped."""
+    patch = row(owner, name)
+    with _lock:
+        if patch in _applied:
+            return
+        try:
+            place = found(owner)
+            theirs = inspect.getattr_static(place, name)
+            ours = make(theirs)
+        except (AttributeError, ImportError) as error:
+            if not patch.optional:
+                skipped[patch] = str(error)
+            return
+        inherited = name not in vars(place)
+        setattr(place, name, ours)
+        # What a class makes of it, as it turns a function called __new__ into a static method.
+        _applied[patch] = _Applied(place, theirs, inspect.getattr_static(place, name), inherited)
+        skipped.pop(patch, None)
+
+
+def restore(owner: str, name: str) -> None:
+    """Put back what ``replace`` replaced, unless a third party has put something else there since."""
+    with _lock:
+        was = _applied.pop(row(owner, name), None)
+        if was is None or inspect.getattr_static(was.owner, name, None) is not was.ours:
+            return
+        if was.inherited:
+            delattr(was.owner, name)
+        else:
+            setattr(was.owner, name, was.theirs)
+
+
+def register(owner: str, name: str, *args: Any) -> None:
+    """Call a registry of theirs that has a row, and so keeps what it is given for the whole process."""
+    patch = row(owner, name)
+    assert patch.adds
+    try:
+        registry = getattr(found(owner), name)
+    except (AttributeError, ImportError) as error:
+        skipped[patch] = str(error)
+        return
+    registry(*args)
+
+
+def applied(when: str | None = None) -> list[Patch]:
+    """Return the rows in force, of all times or one."""
+    return [patch for patch in TABLE if patch in _applied and when in (None, patch.when)]
+
+
+def report() -> list[str]:
+    """Return lines for people: how many patches are in force since when, and each that was skipped, with the reason."""
+    since = {IMPORT: "import torch", TENSOR: "the first tensor", COMPILE: "the first graph", CALL: "a call"}
+    counts = [f"{len(applied(when))} since {name}" for when, name in since.items() if applied(when)]
+    lines = [", ".join(counts) or "none"]
+    lines += [f"skipped {patch}: {error} ({patch.reason})" for patch, error in skipped.items()]
+    return lines
+
+
+def found(path: str) -> Any:
+    """Return the module or class of a dotted name."""
+    first, *rest = path.split(".")
+    place, name = importlib.import_module(first), first
+    for part in rest:
+        name = f"{name}.{part}"
+        place = getattr(place, part) if hasattr(place, part) else importlib.import_module(name)
+    return place

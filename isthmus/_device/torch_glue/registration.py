@@ -1,0 +1,206 @@
+"""What ``import torch`` runs: device, hooks and guard, without JAX; the rest loads with the first tensor."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import warnings
+from typing import Any
+
+import torch
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from _isthmus_autoload import make_room, rival
+from isthmus._device.torch_glue import patches, private
+from isthmus._upstream import DRIFT, not_available, require_jax, warn_if_unchecked
+from isthmus.errors import RegistrationError
+
+_lock = threading.RLock()
+_state: dict[str, Any] = {}
+
+
+def register() -> None:
+    """Give torch the device "jax"; a second call does nothing."""
+    with _lock:
+        if "library" in _state:
+            return
+        _check_first()
+        _state["with torch"] = getattr(torch.__spec__, "_initializing", False)
+        from isthmus._device.torch_glue import autocast, scripted, storage_patches, torch_jax
+
+        _state["guard"] = _Guard()
+        make_room()
+        _setup_privateuseone_for_python_backend(
+            "jax", backend_module=torch_jax, hook=_Hooks(), device_guard=_state["guard"]
+        )
+        _state["library"] = library = torch.library.Library("_", "IMPL")
+        library.fallback(_load_then_call, "PrivateUse1")
+        private.hide_from_dynamo(_load_then_call)
+        private.hide_from_dynamo(_Guard.type_)
+        _state["pass autocast"] = autocast.allow()
+        storage_patches.install_on_import()
+        scripted.install_loading()
+        _serve_accelerator()
+        _warn_of_rival()
+
+
+def _warn_of_rival() -> None:
+    found = rival()
+    if found is not None:
+        warnings.warn(
+            f"device 'jax' takes this process's place for an accelerator: backward() of a {found!r} tensor may "
+            f"now fail inside torch; train on {found!r} in a process that does not import isthmus",
+            stacklevel=3,
+        )
+
+
+class _Hooks(torch._C._acc.PrivateUse1Hooks):
+    def is_available(self) -> bool:
+        return True
+
+    def has_primary_context(self, device_index: int) -> bool:
+        return True
+
+    def is_built(self) -> bool:
+        return True
+
+
+_TYPE = torch._C._autograd.DeviceType.PrivateUse1
+
+
+class _Guard(torch._C._acc.DeviceGuard):
+    """What C++ asks for the device's type, once per recorded op and several times per op of backward."""
+
+    def type_(self) -> Any:  # until ``engine_errors`` knows better
+        return _TYPE
+
+
+def _check_first() -> None:
+    name = torch._C._get_privateuse1_backend_name()
+    if name not in ("privateuseone", "jax"):
+        raise RegistrationError(
+            f"torch's one slot for a device from outside is already taken by {name!r}, so 'jax' cannot be "
+            f"added; uninstall that package or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 and import only isthmus"
+        )
+
+
+def _load_then_call(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Answer the first call on the device by loading JAX and every kernel, then what nothing else answers."""
+    load()
+    from isthmus._device.kernels import register
+
+    return register.call(op, *args, **kwargs)
+
+
+def load() -> None:
+    """Load JAX and every kernel, all of it or nothing: after a failure or Ctrl-C the next call starts anew."""
+    _check_in_time()
+    if "autocast" in _state:
+        return
+    require_jax()
+    with _lock:
+        before = set(sys.modules)
+        try:
+            from isthmus._device.kernels import register  # noqa: F401
+            from isthmus._device.torch_glue import (
+                autocast,
+                engine_errors,
+                processes,
+                scripted,
+                storage_patches,
+            )
+            from isthmus._runtime import forks
+
+            forks.watch()
+            engine_errors.install(_state["guard"], _TYPE)
+            processes.install()
+            storage_patches.install()
+            scripted.install_saving()
+            private.allow_flex_attention()
+            library = autocast.install()
+        except BaseException as error:
+            _unload(before)
+            if isinstance(error, DRIFT):
+                raise not_available(error) from error
+            raise
+        _state["autocast"] = library  # last: it says that all is there
+        warn_if_unchecked()
+
+
+def _unload(before: set[str]) -> None:
+    """Forget the modules of this package that were imported since, and with them the kernels they registered.
+
+    A module half imported would otherwise meet what its first half has filed: "already has a lowering".
+    """
+    for name in [name for name in sys.modules if name.startswith("isthmus.") and name not in before]:
+        parent, _, child = name.rpartition(".")
+        # A library takes its ops and kernels back when it is freed, but the traceback still holds the module.
+        for value in list(vars(sys.modules[name]).values()):
+            for library in value.values() if isinstance(value, dict) else (value,):
+                if isinstance(library, torch.library.Library):
+                    library._destroy()
+        del sys.modules[name]
+        # ``from package import child`` asks the package first, which still has it.
+        if parent in sys.modules and hasattr(sys.modules[parent], child):
+            delattr(sys.modules[parent], child)
+
+
+def _check_in_time() -> None:
+    """Raise unless autograd knows the device: it counts the devices once, at the process's first backward."""
+    if "in time" not in _state:
+        # While torch is still being imported nobody can have called backward.
+        _state["in time"] = _state["with torch"] or _backward_reaches_device()
+    if not _state["in time"]:
+        raise RegistrationError(
+            "device 'jax' was registered after this process's first backward(), when torch had already "
+            "counted its devices, so no gradient could flow through it\n"
+            "  to fix it    import isthmus before the first backward(), or leave "
+            "TORCH_DEVICE_BACKEND_AUTOLOAD unset so that `import torch` does it"
+        )
+
+
+def _backward_reaches_device() -> bool:
+    """Return whether a backward through a tensor of the device finds its queue; needs no JAX."""
+    empty = torch._C._acc.create_empty_tensor
+
+    class Pass(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return empty((1,), torch.float32)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+            return grads[0]
+
+    with torch.inference_mode(False), torch.enable_grad(), torch.autograd.set_multithreading_enabled(True):
+        x = empty((1,), torch.float32).requires_grad_()
+        try:
+            torch.autograd.grad(Pass.apply(x), x, empty((1,), torch.float32))
+        except RuntimeError:
+            return False
+    return True
+
+
+def _serve_accelerator() -> None:
+    """Answer what ``torch.accelerator`` asks C++ for, where a device in Python has nothing to register."""
+    from isthmus._device.torch_glue import torch_jax
+
+    for name, ours in {
+        # False lets torch answer by itself that nothing is allocated, without loading JAX.
+        "_accelerator_isAllocatorInitialized": lambda: "isthmus._device.kernels.register" in sys.modules,
+        "_accelerator_emptyCache": torch_jax.empty_cache,
+        "_accelerator_emptyHostCache": torch_jax.empty_host_cache,
+        "_accelerator_getDeviceStats": torch_jax.memory_stats,
+        "_accelerator_resetAccumulatedStats": torch_jax.reset_accumulated_memory_stats,
+        "_accelerator_resetPeakStats": torch_jax.reset_peak_memory_stats,
+        "_accelerator_getMemoryInfo": torch_jax.get_memory_info,
+        "_accelerator_getDeviceCapability": torch_jax.get_device_capability,
+        "_accelerator_synchronizeDevice": torch_jax.synchronize,
+    }.items():
+        patches.replace("torch._C", name, functools.partial(_instead, ours))
+
+
+def _instead(ours: Any, theirs: Any) -> Any:
+    """Return ours: where this device is registered, it is the accelerator, and torch's function is for no other."""
+    return ours

@@ -1,0 +1,169 @@
+"""What a function reaches that may change between its calls: modules, optimizers, tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator
+from threading import get_ident
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from isthmus._runtime.user_frames import OWNERS, owner
+from isthmus.errors import JitError
+
+_DEPTH = 3
+_MOST = 1000
+Path = tuple[Any, ...]
+_PLAIN = (bool, int, float, complex, str, bytes, type, type(None), ModuleType)
+
+
+class Roots:
+    """Modules, optimizers and tensors a function can get at, by the places where they are found."""
+
+    def __init__(self, function: Any, arguments: Iterable[Any]) -> None:
+        self.function, self.arguments = function, list(arguments)
+        self.places: dict[Path, Any] = {}
+        self._seen: set[int] = set()
+        self.ran: dict[int, nn.Module | Optimizer] = {}
+        self._visit(function, _DEPTH, ())
+        for at, argument in enumerate(self.arguments):
+            self._visit(argument, _DEPTH, (at,))
+        self._seen.clear()
+
+    def again(self) -> Roots:
+        """Return what the same function reaches now."""
+        return Roots(self.function, self.arguments)
+
+    def _visit(self, value: Any, depth: int, path: Path) -> None:
+        if isinstance(value, (Tensor, nn.Module, Optimizer)):
+            self.places[path] = value
+        elif isinstance(value, _PLAIN) or id(value) in self._seen or len(self._seen) > _MOST:
+            return
+        elif isinstance(value, (FunctionType, MethodType, functools.partial)):
+            self._seen.add(id(value))
+            for key, item in _reached_by(value):
+                self._visit(item, depth, (*path, key))
+        elif depth:
+            self._seen.add(id(value))
+            for key, item in _held_by(value):
+                self._visit(item, depth - 1, (*path, key))
+
+    @property
+    def found(self) -> list[Any]:
+        """Everything found, in the order of its places."""
+        return list(self.places.values())
+
+    @functools.cached_property
+    def modules(self) -> list[nn.Module]:
+        """Every module, those inside others included."""
+        roots = [value for value in self.found if isinstance(value, nn.Module)]
+        return list({id(m): m for root in roots for m in root.modules()}.values())
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Every optimizer."""
+        return [value for value in self.found if isinstance(value, Optimizer)]
+
+    def parameters(self) -> list[Tensor]:
+        """Return every tensor that may get a gradient, once."""
+        return [t for t in self.tensors() if t.is_leaf and t.requires_grad]
+
+    def tensors(self) -> list[Tensor]:
+        """Return every tensor, optimizer state included and gradients left out, once."""
+        groups = [group for o in self.optimizers for group in o.param_groups]
+        known = [
+            *[
+                t
+                for m in self.modules
+                for part in (m._parameters, m._buffers, vars(m))
+                for t in _tensors(part)
+            ],
+            *[t for group in groups for t in (*_tensors(group), *group["params"])],
+            *[t for o in self.optimizers for state in o.state.values() for t in _tensors(state)],
+            *[value for value in self.found if isinstance(value, Tensor)],
+        ]
+        return list({id(tensor): tensor for tensor in known}.values())
+
+    def stranger(self) -> str:
+        """Return what ran though nothing led to it, so that it may be another next time, or ""."""
+        known = {id(value) for value in (*self.modules, *self.optimizers)}
+        return next((type(value).__name__ for key, value in self.ran.items() if key not in known), "")
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Note every module that runs and every optimizer that steps inside this block."""
+
+        recorder = get_ident()  # torch's hooks are the process's: other threads train meanwhile
+
+        def ran(module: nn.Module, _: Any) -> None:
+            if get_ident() == recorder:
+                self.ran[id(module)] = module
+
+        def stepped(optimizer: Optimizer, *_: Any) -> None:
+            if get_ident() == recorder:
+                self.ran[id(optimizer)] = optimizer
+                _check_counters(optimizer)
+
+        hooks = [
+            nn.modules.module.register_module_forward_pre_hook(ran),
+            register_optimizer_step_pre_hook(stepped),
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _check_counters(optimizer: Optimizer) -> None:
+    """Raise if the optimizer counts its steps on the CPU, where a replay would not count."""
+    if any(not group.get("capturable", True) and not group.get("fused") for group in optimizer.param_groups):
+        raise JitError(
+            f"isthmus.jit: {type(optimizer).__name__} counts its steps in a tensor on the CPU, which a replay "
+            f"would not change; make it with capturable=True, which keeps the count on the device"
+        )
+
+
+def _reached_by(function: Any) -> Iterable[tuple[Any, Any]]:
+    """Return what a function's object, arguments, closure and globals hold, each with its place."""
+    if isinstance(function, functools.partial):
+        return [("func", function.func), ("args", function.args), ("keywords", function.keywords)]
+    if isinstance(function, MethodType):
+        return [("func", function.__func__), ("self", function.__self__)]
+    name = function.__code__.co_filename
+    if (OWNERS[name] if name in OWNERS else owner(name)) is not None:
+        # torch.no_grad()(f) is torch's, and f is not.
+        return [("wrapped", getattr(function, "__wrapped__", None))]
+    found: list[tuple[Any, Any]] = [
+        ("defaults", function.__defaults__),
+        ("kwdefaults", function.__kwdefaults__),
+    ]
+    for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # a cell that is still empty
+            found.append((variable, cell.cell_contents))
+    scope = function.__globals__
+    return [*found, *[(("global", n), scope[n]) for n in _names(function.__code__) if n in scope]]
+
+
+@functools.cache
+def _names(code: CodeType) -> tuple[str, ...]:
+    """Return the names a function and those defined in it look up."""
+    inner = [name for const in code.co_consts if isinstance(const, CodeType) for name in _names(const)]
+    return tuple(dict.fromkeys([*code.co_names, *inner]))
+
+
+def _held_by(value: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(value, dict):
+        return list(value.items())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return enumerate(value)
+    return list(vars(value).items()) if hasattr(value, "__dict__") else ()
+
+
+def _tensors(values: dict[Any, Any]) -> list[Tensor]:
+    return [value for value in values.values() if isinstance(value, Tensor)]

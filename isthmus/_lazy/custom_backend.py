@@ -1,0 +1,60 @@
+"""Graphs on a backend that takes and returns tensors of the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from isthmus._device.core.host_tensors import array_from_cpu, cpu_from_array
+from isthmus._device.core.resident_state import Packing
+from isthmus._graph.graph import Backend, Graph
+from isthmus._graph.nodes import Leaf, Node
+from isthmus._lazy.trace import Trace
+from isthmus.errors import IsthmusError
+
+Array = Any
+
+
+class HostedProgram:
+    """A graph compiled by a backend that was registered; every offset is a run-time input."""
+
+    def __init__(self, graph: Graph, backend: Backend) -> None:
+        self.graph, self.run = graph, backend.compile(graph)
+        self.leaves = [n.call for n in graph.inputs if isinstance(n.call, Leaf)]
+        self.arrays = [leaf for leaf in self.leaves if leaf.kind == "array"]
+        self.draws = 1 + max((leaf.index for leaf in self.leaves if leaf.kind == "draw"), default=-1)
+        self.donated: tuple[int, ...] = ()
+        self.packing = Packing((), {})  # it keeps nothing
+        self.places = {at: at for at in range(len(graph.outputs))}
+
+    def constants(self, trace: Trace) -> list[Any]:
+        """Return a trace's numbers and offsets for the graph's inputs, in their order."""
+        numbers = {
+            "number": lambda leaf: trace.numbers[leaf.type.dtype],
+            "offset": lambda leaf: trace.offsets,
+        }
+        return [numbers[leaf.kind](leaf)[leaf.index] for leaf in self.leaves if leaf.kind in numbers]
+
+    def inputs(self, arrays: list[Array], constants: list[Any], draws: list[Any]) -> list[Any]:
+        """Return what ``call`` takes."""
+        words = [torch.from_numpy(draws[leaf.index]) for leaf in self.leaves if leaf.kind == "draw"]
+        return [*arrays, *constants, *words]
+
+    def call(self, *inputs: Any) -> Sequence[Array]:
+        """Run on the inputs; nothing is donated."""
+        count = len(self.arrays)
+        pairs = zip(inputs[:count], self.arrays, strict=True)
+        found = self.run(*[cpu_from_array(a, leaf.type.dtype) for a, leaf in pairs], *inputs[count:])
+        if len(found) != len(self.graph.outputs):
+            raise IsthmusError(f"the backend returned {len(found)} of {len(self.graph.outputs)} outputs")
+        for output, tensor in zip(self.graph.outputs, found, strict=True):
+            if (tuple(tensor.shape), tensor.dtype) != tuple(output.type):
+                raise IsthmusError(
+                    f"the backend returned {tensor.dtype}{list(tensor.shape)} where the graph says {output.type}"
+                )
+        return [array_from_cpu(tensor) for tensor in found]
+
+    def settle(self, found: Sequence[Array], lines: dict[Node, str]) -> None:
+        """Do nothing: such a backend raises where it runs."""

@@ -1,0 +1,1 @@
+"""Elementwise math: one and several operands, special functions, complex numbers, Fourier transforms."""

@@ -1,0 +1,122 @@
+"""Elementwise ops of one tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from isthmus._graph.names import aten
+from isthmus._ops.common import (
+    ALWAYS_BOOL,
+    COMPLEX_TO_FLOAT,
+    DEFAULT,
+    INT_TO_FLOAT,
+    elementwise,
+)
+from isthmus._ops.math import complex_functions
+from isthmus._ops.math.gamma import digamma
+from isthmus.errors import Unsupported
+
+Array = Any
+
+
+def _is_floating(x: Array) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def _is_complex(x: Array) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.complexfloating))
+
+
+def _sign(x: Array) -> Array:
+    # jnp.sign keeps a nan; torch's sign of a nan is 0.
+    if x.dtype == jnp.bool_:
+        return x
+    return (x > 0).astype(x.dtype) - (x < 0).astype(x.dtype)
+
+
+def _round(x: Array) -> Array:
+    return jnp.round(x) if _is_floating(x) else x
+
+
+def _keep_int(fn: Any) -> Any:
+    return lambda x: fn(x) if _is_floating(x) else x
+
+
+def _abs(x: Array) -> Array:
+    return x if x.dtype == jnp.bool_ else complex_functions.absolute(x)
+
+
+def _sinc(x: Array) -> Array:
+    # sin of an infinity is nan, but not after XLA's GPU compiler has fused the division into it.
+    return jnp.where(jnp.isinf(x), jnp.full_like(x, jnp.nan), jnp.sinc(x))
+
+
+def _erfinv(x: Array) -> Array:
+    if _is_complex(x):
+        raise Unsupported("erfinv of complex numbers, which torch refuses as well")
+    # XLA's float32 approximation is 50 ulps off near the ends, where torch's is exact.
+    return jax.lax.erf_inv(x.astype(jnp.float64)).astype(x.dtype)
+
+
+FLOATING = {
+    aten.acos.default: complex_functions.acos,
+    aten.acosh.default: complex_functions.acosh,
+    aten.asin.default: complex_functions.asin,
+    aten.asinh.default: complex_functions.asinh,
+    aten.atan.default: complex_functions.atan,
+    aten.atanh.default: complex_functions.atanh,
+    aten.cos.default: complex_functions.cos,
+    aten.cosh.default: complex_functions.cosh,
+    aten.digamma.default: digamma,
+    aten.erf.default: jax.lax.erf,
+    aten.erfc.default: jax.lax.erfc,
+    aten.erfinv.default: _erfinv,
+    aten.exp.default: complex_functions.exp,
+    aten.exp2.default: complex_functions.exp2,
+    aten.expm1.default: complex_functions.expm1,
+    aten.lgamma.default: jax.lax.lgamma,
+    aten.log.default: complex_functions.log,
+    aten.log10.default: complex_functions.log10,
+    aten.log1p.default: complex_functions.log1p,
+    aten.log2.default: complex_functions.log2,
+    aten.reciprocal.default: lambda x: 1 / x,
+    aten.rsqrt.default: complex_functions.rsqrt,
+    aten.sigmoid.default: complex_functions.sigmoid,
+    aten.sin.default: complex_functions.sin,
+    aten.sinc.default: _sinc,
+    aten.sinh.default: complex_functions.sinh,
+    aten.sqrt.default: complex_functions.sqrt,
+    aten.tan.default: complex_functions.tan,
+    aten.tanh.default: complex_functions.tanh,
+}
+SAME = {
+    aten.bitwise_not.default: jnp.bitwise_not,
+    aten.ceil.default: _keep_int(jnp.ceil),
+    aten.conj_physical.default: jnp.conj,
+    aten.floor.default: _keep_int(jnp.floor),
+    aten.neg.default: jnp.negative,
+    aten.relu.default: lambda x: jnp.where(x < 0, jnp.zeros_like(x), x),
+    aten.round.default: _round,
+    aten.sign.default: _sign,
+    aten.trunc.default: _keep_int(jnp.trunc),
+    aten.frac.default: lambda x: x - jnp.trunc(x),
+}
+BOOLEAN = {
+    aten.isinf.default: jnp.isinf,
+    aten.isnan.default: jnp.isnan,
+    aten.isneginf.default: lambda x: jnp.isneginf(x) if _is_floating(x) else jnp.zeros(x.shape, bool),
+    aten.isposinf.default: lambda x: jnp.isposinf(x) if _is_floating(x) else jnp.zeros(x.shape, bool),
+    aten.logical_not.default: jnp.logical_not,
+    aten.signbit.default: lambda x: jnp.signbit(x) if _is_floating(x) else x < 0,
+}
+
+for _op, _fn in FLOATING.items():
+    elementwise(_op, _fn, promote_as=INT_TO_FLOAT)
+for _op, _fn in SAME.items():
+    elementwise(_op, _fn, promote_as=DEFAULT)
+for _op, _fn in BOOLEAN.items():
+    elementwise(_op, _fn, promote_as=ALWAYS_BOOL)
+elementwise(aten.abs.default, _abs, promote_as=COMPLEX_TO_FLOAT)

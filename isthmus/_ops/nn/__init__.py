@@ -1,0 +1,1 @@
+"""What ``torch.nn.functional`` reaches: activations, normalization, convolution, pooling, losses, attention."""

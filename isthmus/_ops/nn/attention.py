@@ -1,0 +1,210 @@
+"""Scaled dot product attention: one program; a row with nothing to attend to is zero."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from isthmus._graph.names import aten
+from isthmus._ops.common import accumulation_dtype, cast
+from isthmus._ops.linalg.matmul import precision
+from isthmus._ops.registry import lowering
+from isthmus._runtime import compiler, private
+from isthmus.errors import Unsupported
+
+Array = Any
+
+
+def _bias(logits: Array, bias: Array | None, is_causal: bool) -> Array:
+    """Return the logits (..., heads, queries, keys) with what may not be attended to at minus infinity."""
+    never = jnp.asarray(-jnp.inf, logits.dtype)
+    if is_causal:
+        logits = jnp.where(jnp.tri(logits.shape[-2], logits.shape[-1], dtype=bool), logits, never)
+    if bias is None:
+        return logits
+    if bias.dtype == jnp.bool_:
+        return jnp.where(bias, logits, never)
+    return logits + cast(bias, logits.dtype)
+
+
+def _softmax(logits: Array) -> tuple[Array, Array]:
+    """Return the probabilities and the logarithm of each row's sum; a row of minus infinities gives zeros."""
+    top = jax.lax.stop_gradient(logits.max(-1, keepdims=True, initial=-jnp.inf))
+    finite = jnp.where(jnp.isneginf(top), jnp.zeros_like(top), top)
+    powers = jnp.exp(logits - finite)
+    total = powers.sum(-1, keepdims=True)
+    empty = total == 0
+    divided = powers / jnp.where(empty, jnp.ones_like(total), total)
+    return divided, (jnp.log(total) + finite).squeeze(-1)
+
+
+def attention(
+    query: Array, key: Array, value: Array, bias: Array | None, is_causal: bool, scale: float | None
+) -> tuple[Array, Array]:
+    """Return what each query attends to, in the accumulation dtype, and its log-sum-exp.
+
+    Dims are (batch, heads, length, width); there may be fewer key heads than query heads.
+    """
+    wide = accumulation_dtype(query.dtype)
+    batch, heads, length, width = query.shape
+    shared = heads // max(key.shape[1], 1)
+    factor = 1 / math.sqrt(width) if scale is None else scale
+    grouped = query.reshape(batch, key.shape[1], shared, length, width)
+    how: dict[str, Any] = {"precision": precision(), "preferred_element_type": wide}
+    logits = jnp.einsum("bhgqd,bhkd->bhgqk", grouped, key, **how) * factor
+    logits = _bias(logits.reshape(batch, heads, length, key.shape[2]), bias, is_causal)
+    chances, sums = _softmax(logits)
+    split = cast(chances, value.dtype).reshape(batch, key.shape[1], shared, length, key.shape[2])
+    out = jnp.einsum("bhgqk,bhkd->bhgqd", split, value, **how)
+    return out.reshape(batch, heads, length, value.shape[-1]), sums
+
+
+def _flash_takes(query: Array, key: Array, value: Array, bias: Array | None, is_causal: bool) -> bool:
+    """Return whether cuDNN computes exactly this; with a mask, its rows that see nothing are not torch's."""
+    half = query.dtype in (jnp.bfloat16, jnp.float16)
+    shapes = key.shape == value.shape and (not is_causal or query.shape[2] == key.shape[2])
+    return compiler.platform() == "gpu" and half and bias is None and shapes and query.shape[-1] % 8 == 0
+
+
+def _scale(query: Array, scale: float | None) -> float:
+    return 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+
+
+def flash_attention(
+    query: Array, key: Array, value: Array, is_causal: bool, scale: float | None
+) -> tuple[Array, Array]:
+    """Return what cuDNN's kernel gives, heads before lengths as torch has them, and the logarithms of its sums."""
+    q, k, v = (x.swapaxes(1, 2) for x in (query, key, value))
+    out, sums = private.cudnn_attention(q, k, v, is_causal, _scale(query, scale))
+    return out.swapaxes(1, 2), sums
+
+
+def _fastest(
+    query: Array, key: Array, value: Array, bias: Array | None, is_causal: bool, scale: float | None
+) -> tuple[Array, Array]:
+    if _flash_takes(query, key, value, bias, is_causal):
+        # Which sizes it has is known to it alone, and said by raising.
+        with contextlib.suppress(ValueError, NotImplementedError, RuntimeError):
+            return flash_attention(query, key, value, is_causal, scale)
+    return attention(query, key, value, bias, is_causal, scale)
+
+
+def _lift(x: Array | None) -> Array | None:
+    return x if x is None or x.ndim == 4 else x.reshape((1,) * (4 - x.ndim) + x.shape)
+
+
+@lowering(aten._scaled_dot_product_fused_attention_overrideable.default, matmul=True)
+def fused_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    attn_bias: Array | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    """Attention without dropout; the extra results are what backward would need of a fused kernel."""
+    if dropout_p:
+        raise Unsupported("dropout inside attention")
+    out, sums = _fastest(_lift(query), _lift(key), _lift(value), _lift(attn_bias), is_causal, scale)
+    out = cast(out.reshape(*query.shape[:-1], value.shape[-1]), query.dtype)
+    nothing = jnp.zeros((), jnp.int64)
+    return (out, cast(sums, jnp.float32), None, None, query.shape[-2], key.shape[-2], nothing, nothing, None)
+
+
+def _flash_gradients(
+    grad: Array, qkv: tuple[Array, ...], out: Array, sums: Array, is_causal: bool, scale: float | None
+) -> tuple[Array, ...]:
+    g, q, k, v, o = (x.swapaxes(1, 2) for x in (grad, *qkv, out))
+    found = private.cudnn_attention_gradients(g, q, k, v, o, sums, is_causal, _scale(qkv[0], scale))
+    return tuple(x.swapaxes(1, 2) for x in found)
+
+
+@lowering(aten._scaled_dot_product_fused_attention_overrideable_backward.default, matmul=True)
+def fused_attention_backward(
+    grad_out: Array,
+    query: Array,
+    key: Array,
+    value: Array,
+    attn_bias: Array | None,
+    grad_input_mask: list[bool],
+    out: Array,
+    logsumexp: Array,
+    cum_seq_q: Array | None,
+    cum_seq_k: Array | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Array,
+    philox_offset: Array,
+    scale: float | None = None,
+) -> tuple[Array | None, ...]:
+    """The gradients for query, key, value and bias, with the probabilities computed again."""
+    if dropout_p:
+        raise Unsupported("dropout inside attention")
+    if query.ndim == 4 and _flash_takes(query, key, value, attn_bias, is_causal):
+        with contextlib.suppress(ValueError, NotImplementedError, RuntimeError):
+            gradients = _flash_gradients(
+                cast(grad_out, query.dtype), (query, key, value), out, logsumexp, is_causal, scale
+            )
+            return (*gradients, None)
+    wide = accumulation_dtype(query.dtype)
+    floating = attn_bias is not None and jnp.issubdtype(attn_bias.dtype, jnp.floating)
+    operands = [query, key, value] + ([attn_bias] if floating else [])
+
+    def forward(*given: Array) -> Array:
+        bias = given[3] if floating else attn_bias
+        q, k, v = (_lift(a) for a in given[:3])
+        found, _ = attention(q, k, v, _lift(bias), is_causal, scale)
+        return found.reshape(grad_out.shape)
+
+    _, transpose = jax.vjp(forward, *operands)
+    grads: list[Array | None] = list(transpose(cast(grad_out, wide)))
+    if attn_bias is not None and not floating:
+        grads.append(jnp.zeros_like(attn_bias))
+    return (*grads, None) if attn_bias is None else tuple(grads)
+
+
+@lowering(aten._scaled_dot_product_flash_attention_for_cpu.default, matmul=True)
+def attention_for_cpu(
+    query: Array,
+    key: Array,
+    value: Array,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    attn_mask: Array | None = None,
+    scale: float | None = None,
+) -> tuple[Array, Array]:
+    """Attention as graphs of CPU tensors have it; also the sums that its backward is given."""
+    if dropout_p:
+        raise Unsupported("dropout inside attention")
+    out, sums = _fastest(query, key, value, _lift(attn_mask), is_causal, scale)
+    # Where there is nothing to attend to, torch saves 0 here.
+    sums = jnp.where(jnp.isneginf(sums), jnp.zeros_like(sums), sums)
+    return cast(out, query.dtype), cast(sums, accumulation_dtype(query.dtype))
+
+
+@lowering(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, matmul=True)
+def attention_for_cpu_backward(
+    grad_out: Array,
+    query: Array,
+    key: Array,
+    value: Array,
+    out: Array,
+    logsumexp: Array,
+    dropout_p: float,
+    is_causal: bool,
+    attn_mask: Array | None = None,
+    scale: float | None = None,
+) -> tuple[Array | None, ...]:
+    """The gradients for query, key and value; a mask that needs one never comes this way."""
+    wanted = [True, True, True, False]
+    sizes = (None, None, query.shape[-2], key.shape[-2])
+    saved = (attn_mask, wanted, out, logsumexp, *sizes, dropout_p, is_causal, None, None, scale)
+    return fused_attention_backward(grad_out, query, key, value, *saved)[:3]

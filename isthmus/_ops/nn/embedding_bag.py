@@ -1,0 +1,210 @@
+"""Bags of embeddings: rows of a table summed, averaged or maximised over stretches of the indices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from isthmus._graph.names import aten
+from isthmus._ops.common import accumulation_dtype, cast
+from isthmus._ops.registry import lowering
+from isthmus._ops.value_checks import require
+from isthmus.errors import Unsupported
+
+Array = Any
+SUM, MEAN, MAX = 0, 1, 2
+
+
+def _require_offsets(offsets: Array, count: int, include_last_offset: bool) -> None:
+    where = "the first sequence in the mini-batch has to start from position 0"
+    require(offsets[0] == 0, RuntimeError, f"offsets[0] has to be 0, i.e., {where}.")
+    greater = f"offsets[-1] can not be greater than input's length {count}"
+    require(offsets[-1] <= count, RuntimeError, greater)
+    require(offsets[1:] >= offsets[:-1], RuntimeError, "embedding_bag: offsets have to be in ascending order")
+    if include_last_offset:
+        # torch's own kernels disagree whether indices after the last offset belong to the last bag.
+        last = f"embedding_bag: with include_last_offset the last offset has to be input's length {count}"
+        require(offsets[-1] == count, RuntimeError, last)
+
+
+def _bag_of_each(offsets: Array, count: int) -> Array:
+    """Return the bag each index is in, given where each bag starts."""
+    return jnp.searchsorted(offsets, jnp.arange(count, dtype=offsets.dtype), side="right") - 1
+
+
+def _check(weight: Array, indices: Array, per_sample_weights: Array | None, bags: int) -> None:
+    if weight.ndim != 2 or indices.ndim != 1 or weight.shape[0] == 0 or bags <= 0:
+        raise Unsupported(f"bags of a table {list(weight.shape)} with indices {list(indices.shape)}")
+    if per_sample_weights is not None and per_sample_weights.dtype != weight.dtype:
+        raise Unsupported(f"per_sample_weights of {per_sample_weights.dtype} for a table of {weight.dtype}")
+    found = "embedding_bag: Expected idx >= 0 && idx < num_embeddings"
+    require((indices >= 0) & (indices < weight.shape[0]), RuntimeError, found)
+
+
+def _maxima(rows: Array, bag: Array, bags: int, kept: Array, indices: Array) -> tuple[Array, Array]:
+    """Return the maximum of each bag and the index it came from; 0 and 0 for an empty bag."""
+    count = rows.shape[0]
+    shape = (bags, rows.shape[1])
+    if count == 0:
+        return jnp.zeros(shape, rows.dtype), jnp.zeros(shape, indices.dtype)
+    places = jnp.where(kept, jnp.arange(count), count)
+    first = jax.ops.segment_min(places, bag, bags)
+    filled = (first < count)[:, None]
+    # torch starts from a bag's first row and moves on to what is greater, so only a nan there stays.
+    start = jnp.arange(count) == first[bag]
+    stays = (start[:, None] & jnp.isnan(rows)).astype(jnp.int32)
+    poisoned = (jax.ops.segment_max(stays, bag, bags) > 0) & filled
+    usable = kept[:, None] & ~jnp.isnan(rows)
+    top = jax.ops.segment_max(jnp.where(usable, rows, -jnp.inf), bag, bags)
+    hits = jnp.where(usable & (rows == top[bag]), jnp.arange(count)[:, None], count)
+    place = jnp.where(poisoned, first[:, None], jax.ops.segment_min(hits, bag, bags))
+    found = jnp.where(filled, indices[jnp.clip(place, 0, count - 1)], 0)
+    return jnp.where(filled, jnp.where(poisoned, jnp.nan, top), 0), found
+
+
+def _embedding_bag(
+    weight: Array,
+    indices: Array,
+    offsets: Array,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample_weights: Array | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int = -1,
+) -> Any:
+    """The bags, and for the gradient: the bag of each index, the size of each bag, the rows of the maxima."""
+    count, bags = indices.shape[0], offsets.shape[0] - include_last_offset
+    _check(weight, indices, per_sample_weights, bags)
+    _require_offsets(offsets, count, include_last_offset)
+    bag, kept = _bag_of_each(offsets[:bags], count), indices != padding_idx
+    wide = accumulation_dtype(weight.dtype)
+    rows = cast(jnp.take(weight, indices, axis=0, mode="clip"), wide)
+    sizes = jax.ops.segment_sum(kept.astype(indices.dtype), bag, bags)
+    maxima = jnp.zeros((0,), indices.dtype)
+    if mode == MAX:
+        found, maxima = _maxima(rows, bag, bags, kept, indices)
+    else:
+        if per_sample_weights is not None:
+            rows = rows * cast(per_sample_weights, wide)[:, None]
+        found = jax.ops.segment_sum(jnp.where(kept[:, None], rows, 0), bag, bags)
+        if mode == MEAN:
+            found = found / jnp.maximum(sizes, 1).astype(wide)[:, None]
+        else:
+            sizes = jnp.zeros_like(sizes)  # torch counts only where the gradient needs it
+    # The end of the last bag has an entry among the sizes too.
+    sizes = jnp.pad(sizes, (0, offsets.shape[0] - bags))
+    return cast(found, weight.dtype), bag.astype(indices.dtype), sizes, maxima
+
+
+lowering(aten._embedding_bag.default)(_embedding_bag)
+lowering(aten._embedding_bag_forward_only.default)(_embedding_bag)
+
+
+def _dense_gradient(
+    grad: Array,
+    indices: Array,
+    bag: Array,
+    bag_size: Array,
+    maximum_indices: Array,
+    num_weights: int,
+    scale_grad_by_freq: bool,
+    mode: int,
+    per_sample_weights: Array | None,
+    padding_idx: int,
+) -> Array:
+    """Return each bag's gradient added to the rows it was made of."""
+    wide, width = accumulation_dtype(grad.dtype), grad.shape[1]
+    grad, total = cast(grad, wide), jnp.zeros((num_weights, width), wide)
+    if mode == MAX:
+        if scale_grad_by_freq:
+            raise Unsupported("the gradient of a maximum is not scaled by frequency")
+        filled = bag_size[: grad.shape[0], None] != 0
+        rows = jnp.where(filled, maximum_indices, num_weights)
+        return total.at[rows, jnp.arange(width)[None, :]].add(grad, mode="drop")
+    scale = jnp.ones(indices.shape, wide)
+    if per_sample_weights is not None:
+        scale = cast(per_sample_weights, wide)
+    if scale_grad_by_freq:
+        counts = jnp.zeros((num_weights,), jnp.int64).at[indices].add(1, mode="drop")
+        scale = scale / counts[indices].astype(wide)
+    if mode == MEAN:
+        scale = scale / jnp.maximum(bag_size[bag], 1).astype(wide)
+    # An index outside the table is dropped: the padding row is sent there.
+    rows = jnp.where(indices == padding_idx, num_weights, indices)
+    return total.at[rows].add(grad[bag] * scale[:, None], mode="drop")
+
+
+@lowering(aten._embedding_bag_backward.default)
+def embedding_bag_backward(
+    grad: Array,
+    indices: Array,
+    offsets: Array,
+    offset2bag: Array,
+    bag_size: Array,
+    maximum_indices: Array,
+    num_weights: int,
+    scale_grad_by_freq: bool,
+    mode: int,
+    sparse: bool,
+    per_sample_weights: Array | None,
+    padding_idx: int = -1,
+) -> Array:
+    """The gradient of the table; a sparse one is torch's own to make."""
+    if sparse:
+        raise Unsupported("a sparse gradient")
+    bag = _given_bags(offset2bag, offsets[: grad.shape[0]], indices)
+    found = _dense_gradient(
+        grad, indices, bag, bag_size, maximum_indices,
+        num_weights, scale_grad_by_freq, mode, per_sample_weights, padding_idx,
+    )  # fmt: skip
+    return cast(found, grad.dtype)
+
+
+@lowering(aten._embedding_bag_dense_backward.default)
+def embedding_bag_dense_backward(
+    grad: Array,
+    indices: Array,
+    offset2bag: Array,
+    bag_size: Array,
+    maximum_indices: Array,
+    num_weights: int,
+    scale_grad_by_freq: bool,
+    mode: int,
+    per_sample_weights: Array | None,
+    padding_idx: int = -1,
+) -> Array:
+    """The gradient of the table, given the bag of each index."""
+    if offset2bag.shape != indices.shape:
+        raise Unsupported("the bag of each index is not known")
+    found = _dense_gradient(
+        grad, indices, offset2bag, bag_size, maximum_indices,
+        num_weights, scale_grad_by_freq, mode, per_sample_weights, padding_idx,
+    )  # fmt: skip
+    return cast(found, grad.dtype)
+
+
+def _given_bags(offset2bag: Array, offsets: Array, indices: Array) -> Array:
+    # The CPU's fast path does not write down the bag of each index.
+    return offset2bag if offset2bag.shape == indices.shape else _bag_of_each(offsets, indices.shape[0])
+
+
+@lowering(aten._embedding_bag_per_sample_weights_backward.default)
+def embedding_bag_per_sample_weights_backward(
+    grad: Array,
+    weight: Array,
+    indices: Array,
+    offsets: Array,
+    offset2bag: Array,
+    mode: int,
+    padding_idx: int = -1,
+) -> Array:
+    """The gradient of each sample's weight: its row times its bag's gradient; none for padding."""
+    if weight.shape[0] == 0 or grad.shape[0] == 0:
+        raise Unsupported("bags of an empty table")
+    bag, wide = _given_bags(offset2bag, offsets[: grad.shape[0]], indices), accumulation_dtype(grad.dtype)
+    rows = cast(jnp.take(weight, indices, axis=0, mode="clip"), wide)
+    found = (cast(grad, wide)[bag] * rows).sum(-1)
+    return cast(jnp.where(indices == padding_idx, 0, found), grad.dtype)

@@ -1,0 +1,1 @@
+"""What optimizers reach: fused steps, and ops on lists of tensors."""

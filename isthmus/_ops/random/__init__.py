@@ -1,0 +1,1 @@
+"""Random numbers: samples of distributions, and new tensors of them."""

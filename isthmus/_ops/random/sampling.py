@@ -1,0 +1,317 @@
+"""Random numbers: each lowering gets ``rng``, a JAX key made from the seed and the offset of the call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from isthmus._graph.names import aten
+from isthmus._ops.common import accumulation_dtype, cast, promote
+from isthmus._ops.registry import lowering
+from isthmus._ops.value_checks import require
+from isthmus._runtime.dtypes import to_jax_dtype
+from isthmus.errors import Unsupported
+
+Array = Any
+_BERNOULLI_RANGE = (
+    "Expected p_in >= 0 && p_in <= 1 to be true, but got false.  (Could this error message be improved?  "
+    "If so, please report an enhancement request to PyTorch.)"
+)
+
+
+def digits(dtype: Any) -> int:
+    """Return how many binary digits the significand of a floating dtype has."""
+    return int(jnp.finfo(dtype).nmant) + 1
+
+
+def unit(rng: Any, shape: Sequence[int], dtype: Any) -> Array:
+    """Return uniform numbers in [0, 1), all exact in ``dtype``, in the dtype torch computes it in."""
+    width = 64 if digits(dtype) > 32 else 32
+    bits = jax.random.bits(rng, tuple(shape), jnp.uint64 if width == 64 else jnp.uint32)
+    return (bits >> (width - digits(dtype))).astype(accumulation_dtype(dtype)) * 2.0 ** -digits(dtype)
+
+
+def between(rng: Any, shape: Sequence[int], dtype: Any, low: Any, high: Any) -> Array:
+    """Return uniform numbers of ``dtype`` in [low, high)."""
+    dtype = np.dtype(dtype)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        parts = between(rng, (*shape, 2), jnp.finfo(dtype).dtype, low, high)
+        return jax.lax.complex(parts[..., 0], parts[..., 1])
+    _floating(dtype)
+    wide = accumulation_dtype(dtype)
+    a, b = cast(low, wide), cast(high, wide)
+    found = cast(unit(rng, shape, dtype) * (b - a) + a, dtype)
+    # Rounding may reach the upper end, which the interval does not include.
+    end = cast(b, dtype)
+    return jnp.where(found < end, found, jnp.nextafter(end, cast(a, dtype)))
+
+
+def standard_normal(rng: Any, shape: Sequence[int], dtype: Any) -> Array:
+    """Return normal numbers of mean 0 and variance 1 in the dtype torch computes ``dtype`` in."""
+    _floating(dtype)
+    return jax.random.normal(rng, tuple(shape), accumulation_dtype(dtype))
+
+
+def normal_numbers(rng: Any, shape: Sequence[int], dtype: Any, mean: Any, std: Any) -> Array:
+    """Return normal numbers of ``dtype``; a complex one has ``mean`` in both its parts, as in torch."""
+    wide = accumulation_dtype(dtype)
+    center = cast(mean, wide)
+    if jnp.issubdtype(wide, jnp.complexfloating) and not hasattr(mean, "ndim"):
+        center = center * (1 + 1j)
+    return cast(standard_normal(rng, shape, dtype) * cast(std, wide) + center, dtype)
+
+
+def exponential_numbers(rng: Any, shape: Sequence[int], dtype: Any) -> Array:
+    """Return exponential numbers of rate 1, never 0, in the dtype torch computes ``dtype`` in."""
+    wide = accumulation_dtype(dtype)
+    u = unit(rng, shape, wide)
+    return jnp.where(u == 0, jnp.finfo(wide).eps / 2, -jnp.log1p(-u))
+
+
+def integers(rng: Any, shape: Sequence[int], dtype: Any, low: Any, high: Any) -> Array:
+    """Return uniform integers in [low, high) as ``dtype``; without ``high``, up to the dtype's largest."""
+    dtype = np.dtype(dtype)
+    start = cast(low, jnp.int64)
+    span = (_last(dtype) - start + 1 if high is None else cast(high, jnp.int64) - start).astype(jnp.uint64)
+    bits = jax.random.bits(rng, tuple(shape), jnp.uint64)
+    # A span of 2**64 wraps to 0.
+    drawn = start + jnp.where(span == 0, bits, bits % jnp.maximum(span, 1)).astype(jnp.int64)
+    found = cast(drawn, dtype)
+    if high is None or not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize == 8:
+        return found
+    # Rounding to a narrow float may reach the upper end, which the interval does not include.
+    beyond = found.astype(jnp.float64) >= cast(high, jnp.float64)
+    return jnp.where(beyond, jnp.nextafter(found, jnp.full((), -jnp.inf, dtype)), found)
+
+
+def _last(dtype: np.dtype[Any]) -> int:
+    """Return the largest value ``random_`` gives: for floats, the last of the integers they all hold."""
+    if dtype == np.bool_:
+        return 1
+    if jnp.issubdtype(dtype, jnp.floating):
+        return 1 << digits(dtype)
+    if dtype == np.uint64:
+        raise Unsupported("random_ without an end on uint64")
+    return int(jnp.iinfo(dtype).max)
+
+
+def _floating(dtype: Any) -> None:
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        raise Unsupported(f"a continuous distribution of {np.dtype(dtype)}")
+
+
+def _dtype(dtype: Any) -> np.dtype[Any]:
+    return to_jax_dtype(torch.get_default_dtype()) if dtype is None else np.dtype(dtype)
+
+
+@lowering(aten.uniform.default, random=True, dynamic=("from", "to"))
+def uniform(self: Array, rng: Any, from_: Any = 0.0, to: Any = 1.0) -> Array:
+    """Uniform numbers in [from, to)."""
+    return between(rng, self.shape, self.dtype, from_, to)
+
+
+@lowering(aten.normal_functional.default, random=True, dynamic=("mean", "std"))
+def normal_functional(self: Array, rng: Any, mean: Any = 0.0, std: Any = 1.0) -> Array:
+    """Normal numbers in the shape of ``self``."""
+    return normal_numbers(rng, self.shape, self.dtype, mean, std)
+
+
+@lowering(aten.normal.Tensor_float, random=True, dynamic=("std",))
+def normal_tensor_float(mean: Array, rng: Any, std: Any = 1.0) -> Array:
+    """Normal numbers around each mean."""
+    return normal_numbers(rng, mean.shape, mean.dtype, mean, std)
+
+
+@lowering(aten.normal.float_Tensor, random=True, dynamic=("mean",))
+def normal_float_tensor(mean: Any, std: Array, rng: Any) -> Array:
+    """Normal numbers of each deviation."""
+    require(std >= 0, RuntimeError, "normal expects all elements of std >= 0.0")
+    return normal_numbers(rng, std.shape, std.dtype, mean, std)
+
+
+@lowering(aten.normal.Tensor_Tensor, random=True)
+def normal_tensor_tensor(mean: Array, std: Array, rng: Any) -> Array:
+    """Normal numbers around each mean, of each deviation."""
+    if promote(mean, std)[1] != mean.dtype:
+        raise Unsupported(
+            "a deviation of a wider dtype than the mean: torch's shape rules and its CPU differ"
+        )
+    require(std >= 0, RuntimeError, "normal expects all elements of std >= 0.0")
+    return normal_numbers(rng, jnp.broadcast_shapes(mean.shape, std.shape), mean.dtype, mean, std)
+
+
+@lowering(aten.normal.float_float, random=True, dynamic=("mean", "std"))
+def normal_float_float(mean: Any, std: Any, size: list[int], rng: Any, dtype: Any = None) -> Array:
+    """Normal numbers in a new tensor."""
+    return normal_numbers(rng, size, _dtype(dtype), mean, std)
+
+
+@lowering(aten.exponential.default, random=True, dynamic=("lambd",))
+def exponential(self: Array, rng: Any, lambd: Any = 1.0) -> Array:
+    """Exponential numbers of rate ``lambd``."""
+    _floating(self.dtype)
+    found = exponential_numbers(rng, self.shape, self.dtype)
+    return cast(found / cast(lambd, found.dtype), self.dtype)
+
+
+@lowering(aten.log_normal.default, random=True, dynamic=("mean", "std"))
+def log_normal(self: Array, rng: Any, mean: Any = 1.0, std: Any = 2.0) -> Array:
+    """Numbers whose logarithms are normal."""
+    wide = accumulation_dtype(self.dtype)
+    return cast(jnp.exp(normal_numbers(rng, self.shape, wide, mean, std)), self.dtype)
+
+
+@lowering(aten.cauchy.default, random=True, dynamic=("median", "sigma"))
+def cauchy(self: Array, rng: Any, median: Any = 0.0, sigma: Any = 1.0) -> Array:
+    """Cauchy numbers around ``median``."""
+    _floating(self.dtype)
+    wide = accumulation_dtype(self.dtype)
+    angle = math.pi * (unit(rng, self.shape, wide) - 0.5)
+    return cast(cast(median, wide) + cast(sigma, wide) * jnp.tan(angle), self.dtype)
+
+
+@lowering(aten.geometric.default, random=True, dynamic=("p",))
+def geometric(self: Array, p: Any, rng: Any) -> Array:
+    """How many trials of probability ``p`` it takes to succeed."""
+    floating = jnp.issubdtype(self.dtype, jnp.floating)
+    wide = accumulation_dtype(self.dtype) if floating else np.dtype(np.float64)
+    waits = exponential_numbers(rng, self.shape, wide) / -jnp.log1p(-cast(p, wide))
+    return cast(jnp.ceil(waits), self.dtype)
+
+
+def _successes(rng: Any, shape: Sequence[int], p: Array) -> Array:
+    wide = p.dtype if p.dtype == np.float64 else np.dtype(np.float32)
+    return unit(rng, shape, wide) < cast(p, wide)
+
+
+@lowering(aten.bernoulli.default, random=True)
+def bernoulli(self: Array, rng: Any) -> Array:
+    """1 with the probability each element says, else 0."""
+    _floating(self.dtype)
+    require((self >= 0) & (self <= 1), RuntimeError, _BERNOULLI_RANGE)
+    return cast(_successes(rng, self.shape, self), self.dtype)
+
+
+@lowering(aten.bernoulli.p, random=True, dynamic=("p",))
+def bernoulli_p(self: Array, p: Any, rng: Any) -> Array:
+    """1 with probability ``p``, else 0."""
+    return cast(_successes(rng, self.shape, cast(p, np.float64).astype(np.float32)), self.dtype)
+
+
+@lowering(aten.bernoulli.Tensor, random=True)
+def bernoulli_tensor(self: Array, p: Array, rng: Any) -> Array:
+    """1 with the probability the element of ``p`` says, else 0."""
+    _floating(p.dtype)
+    require((p >= 0) & (p <= 1), RuntimeError, _BERNOULLI_RANGE)
+    return cast(_successes(rng, self.shape, jnp.broadcast_to(p, self.shape)), self.dtype)
+
+
+@lowering(aten.random.default, random=True)
+def random(self: Array, rng: Any) -> Array:
+    """Uniform integers from 0 to the dtype's largest value."""
+    return integers(rng, self.shape, self.dtype, 0, None)
+
+
+@lowering(getattr(aten.random, "from"), random=True, dynamic=("from", "to"))
+def random_from(self: Array, from_: Any, to: Any, rng: Any) -> Array:
+    """Uniform integers in [from, to)."""
+    return integers(rng, self.shape, self.dtype, from_, to)
+
+
+@lowering(aten.random.to, random=True, dynamic=("to",))
+def random_to(self: Array, to: Any, rng: Any) -> Array:
+    """Uniform integers in [0, to)."""
+    return integers(rng, self.shape, self.dtype, 0, to)
+
+
+@lowering(aten.poisson.default, random=True)
+def poisson(self: Array, rng: Any) -> Array:
+    """Poisson counts of each rate."""
+    _floating(self.dtype)
+    require(self >= 0, RuntimeError, "invalid Poisson rate, expected rate to be non-negative")
+    rates = self.astype(accumulation_dtype(self.dtype))
+    return cast(jax.random.poisson(rng, rates, self.shape, jnp.int64), self.dtype)
+
+
+@lowering(aten.binomial.default, random=True)
+def binomial(count: Array, prob: Array, rng: Any) -> Array:
+    """How many of ``count`` trials of probability ``prob`` succeed."""
+    _floating(count.dtype)
+    if count.dtype != prob.dtype:
+        raise Unsupported("binomial of two dtypes")
+    shape = jnp.broadcast_shapes(count.shape, prob.shape)
+    wide = accumulation_dtype(count.dtype)
+    counts, odds = (jnp.broadcast_to(x.astype(wide), shape) for x in (count, prob))
+    return cast(jax.random.binomial(rng, counts, odds, shape, wide), count.dtype)
+
+
+@lowering(aten._standard_gamma.default, random=True)
+def standard_gamma(self: Array, rng: Any) -> Array:
+    """Gamma numbers of each shape parameter, at least the smallest normal number as in torch."""
+    wide = accumulation_dtype(self.dtype)
+    found = cast(jax.random.gamma(rng, self.astype(wide), self.shape, wide), self.dtype)
+    return jnp.maximum(found, jnp.finfo(self.dtype).tiny)
+
+
+@lowering(aten._sample_dirichlet.default, random=True)
+def sample_dirichlet(self: Array, rng: Any) -> Array:
+    """Dirichlet numbers along the last dim."""
+    wide = accumulation_dtype(self.dtype)
+    logs = jax.random.loggamma(rng, self.astype(wide), self.shape, wide)
+    return cast(jax.nn.softmax(logs, axis=-1), self.dtype)
+
+
+@lowering(aten.multinomial.default, random=True)
+def multinomial(self: Array, num_samples: int, rng: Any, replacement: bool = False) -> Array:
+    """Draw categories with the weights of each row, with or without putting them back."""
+    weights = self.astype(accumulation_dtype(self.dtype))
+    if replacement and num_samples > 1:
+        return _with_replacement(weights, num_samples, rng)
+    bad = "probability tensor contains either `inf`, `nan` or element < 0"
+    require((weights >= 0) & (weights < jnp.inf), RuntimeError, bad)
+    require(weights.sum(-1) > 0, RuntimeError, "invalid multinomial distribution (sum of probabilities <= 0)")
+    # The largest weight / exponential is a category with its probability, the next one given the first, …
+    races = weights / exponential_numbers(rng, weights.shape, weights.dtype)
+    return jax.lax.top_k(races, num_samples)[1].astype(jnp.int64)
+
+
+def _with_replacement(weights: Array, count: int, rng: Any) -> Array:
+    """Draw by finding uniform numbers among the running sums of the weights."""
+    refused = "invalid multinomial distribution (encountering probability entry {})"
+    require(weights >= 0, RuntimeError, refused.format("< 0"))
+    require(weights < jnp.inf, RuntimeError, refused.format("= infinity or NaN"))
+    require(weights.sum(-1) > 0, RuntimeError, "invalid multinomial distribution (sum of probabilities <= 0)")
+    rows = weights.reshape(-1, weights.shape[-1])
+    sums = jnp.cumsum(rows, -1)
+    at = unit(rng, (rows.shape[0], count), rows.dtype) * sums[:, -1:]
+    found = jax.vmap(lambda s, u: jnp.searchsorted(s, u, side="right"))(sums, at)
+    # Rounding may reach the total, beyond the last category that has a weight.
+    last = rows.shape[-1] - 1 - jnp.argmax(rows[:, ::-1] > 0, -1)
+    return jnp.minimum(found, last[:, None]).reshape(*weights.shape[:-1], count).astype(jnp.int64)
+
+
+@lowering(aten.native_dropout.default, random=True, dynamic=("p",))
+def native_dropout(input: Array, p: Any, train: bool | None, rng: Any) -> tuple[Array, Array]:
+    """Zero elements with probability ``p`` and scale the rest; also where they were kept."""
+    if train is False:
+        return input, jnp.ones(input.shape, bool)
+    keep = 1 - cast(p, np.float64)
+    mask = _successes(rng, input.shape, keep.astype(np.float32))
+    wide = accumulation_dtype(input.dtype)
+    scale = cast(jnp.where(keep == 0, 0.0, 1 / keep), wide)
+    return cast(jnp.where(mask, input.astype(wide) * scale, 0), input.dtype), mask
+
+
+@lowering(aten.native_dropout_backward.default, dynamic=("scale",))
+def native_dropout_backward(grad_output: Array, mask: Array, scale: Any) -> Array:
+    """The gradient where elements were kept."""
+    inexact = jnp.issubdtype(grad_output.dtype, jnp.inexact)
+    result = grad_output.dtype if inexact else np.dtype(np.float32)
+    wide = accumulation_dtype(result)
+    return cast(jnp.where(mask, cast(grad_output, wide) * cast(scale, wide), 0), result)

@@ -1,0 +1,1 @@
+"""Reductions, running reductions, order, histograms, segments."""

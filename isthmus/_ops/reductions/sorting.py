@@ -1,0 +1,271 @@
+"""Order: sorting, selecting by rank, searching; nan counts as greater than every number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from isthmus._graph.names import aten
+from isthmus._ops.common import NO_OPMATH, cast, keyword_signature, promote, wrap_dim
+from isthmus._ops.registry import lowering
+from isthmus._ops.value_checks import require
+
+Array = Any
+
+
+def sort_with_indices(x: Array, axis: int, descending: bool = False) -> tuple[Array, Array]:
+    """Return the elements in order and where each was; equal elements keep their order."""
+    if not _is_narrow(x):
+        return _sort_pairs(x, axis, descending)
+    fixed = jax.lax.stop_gradient(x)
+    indices = jax.lax.platform_dependent(
+        fixed,
+        cpu=lambda x: _sort_packed(x, axis, descending),
+        default=lambda x: _sort_pairs(x, axis, descending)[1],
+    )
+    return jnp.take_along_axis(x, indices, axis, mode="promise_in_bounds"), indices
+
+
+def _is_narrow(x: Array) -> bool:
+    """Return whether an element's rank is known, and fits into half of an int64."""
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return x.dtype in (jnp.float16, jnp.bfloat16, jnp.float32)
+    return x.dtype.itemsize <= 4 and x.dtype != jnp.uint32
+
+
+def _sort_packed(x: Array, axis: int, descending: bool) -> Array:
+    """Return where each element in order was: XLA's CPU sorts one array of integers several times as fast as two."""
+    keys = _rank_keys(x)
+    at = jax.lax.broadcasted_iota(jnp.int64, x.shape, axis)
+    packed = (~keys if descending else keys).astype(jnp.int64) << 32 | at
+    return jax.lax.sort(packed, dimension=axis) & 0xFFFFFFFF
+
+
+def _sort_pairs(x: Array, axis: int, descending: bool) -> tuple[Array, Array]:
+    keys = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
+    at = jax.lax.broadcasted_iota(jnp.int64, x.shape, axis)
+    if descending:
+        # Reversed before and after, a stable ascending sort leaves equal elements as they were.
+        keys, at = jnp.flip(keys, axis), jnp.flip(at, axis)
+    values, indices = jax.lax.sort((keys, at), dimension=axis, is_stable=True, num_keys=1)
+    if descending:
+        values, indices = jnp.flip(values, axis), jnp.flip(indices, axis)
+    return values.astype(x.dtype), indices
+
+
+def _sorted(x: Array, dim: int, descending: bool) -> tuple[Array, Array]:
+    if not x.ndim:
+        return x, jnp.zeros((), jnp.int64)
+    return sort_with_indices(x, wrap_dim(dim, x.ndim), descending)
+
+
+@lowering(aten.sort.default)
+def sort(self: Array, dim: int = -1, descending: bool = False) -> tuple[Array, Array]:
+    """The elements in order along a dim, and their indices."""
+    return _sorted(self, dim, descending)
+
+
+@lowering(aten.sort.stable)
+def sort_stable(
+    self: Array, stable: bool | None, dim: int = -1, descending: bool = False
+) -> tuple[Array, Array]:
+    """The elements in order, which is stable whether asked or not."""
+    return _sorted(self, dim, descending)
+
+
+_INTEGERS: dict[int, Any] = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
+
+
+def _plain_bits(x: Array) -> Array:
+    """Return the bits of floating numbers, with one zero and one nan.
+
+    They are told by their bits: what is too small for the CPU to compute with is no zero.
+    """
+    integer = _INTEGERS[x.dtype.itemsize]
+    bits = jax.lax.bitcast_convert_type(x, integer)
+    size = bits & np.iinfo(integer).max
+    nan, infinity = (np.array(value, x.dtype).view(integer) for value in (np.nan, np.inf))
+    return jnp.where(size > infinity, nan, jnp.where(size == 0, size, bits))
+
+
+def _rank_keys(x: Array) -> Array:
+    """Return integers in the order of ``x``, nan the greatest."""
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.int32)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    bits = _plain_bits(x)
+    return jnp.where(bits < 0, bits ^ np.iinfo(bits.dtype).max, bits)
+
+
+def _top(x: Array, k: int, largest: bool) -> Array:
+    """Return where the k greatest or least elements of each row are."""
+    if x.dtype != jnp.float32 and x.dtype.itemsize > 2:
+        return _top_of_keys(x, k, largest)
+    return jax.lax.platform_dependent(
+        x, cpu=lambda x: _top_of_floats(x, k, largest), default=lambda x: _top_of_keys(x, k, largest)
+    )
+
+
+def _top_of_keys(x: Array, k: int, largest: bool) -> Array:
+    keys = _rank_keys(x)
+    return jax.lax.top_k(keys if largest else ~keys, k)[1]
+
+
+def _top_of_floats(x: Array, k: int, largest: bool) -> Array:
+    """Find them in float32: of that XLA's CPU does without sorting, by bits: nan is the greatest, turned the least."""
+    bits = _plain_bits(x.astype(jnp.float32))
+    turned = bits if largest else bits ^ np.iinfo(np.int32).min
+    return jax.lax.top_k(jax.lax.bitcast_convert_type(turned, jnp.float32), k)[1]
+
+
+@lowering(aten.topk.default)
+def topk(
+    self: Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> tuple[Array, Array]:
+    """The k greatest or least elements along a dim in order, and their indices."""
+    if not self.ndim:
+        return self, jnp.zeros((), jnp.int64)
+    axis = wrap_dim(dim, self.ndim)
+    at = _top(jnp.moveaxis(jax.lax.stop_gradient(self), axis, -1), k, largest)
+    indices = jnp.moveaxis(at, -1, axis).astype(jnp.int64)
+    return jnp.take_along_axis(self, indices, axis, mode="promise_in_bounds"), indices
+
+
+def _at_rank(x: Array, k: Any, axis: int, keepdim: bool) -> tuple[Array, Array]:
+    """Return the element with rank ``k``, counted from 0, along an axis and its index."""
+    values, indices = sort_with_indices(x, axis)
+    place = jnp.broadcast_to(k, tuple(1 if d == axis else n for d, n in enumerate(x.shape)))
+    found = [jnp.take_along_axis(a, place, axis, mode="promise_in_bounds") for a in (values, indices)]
+    return (found[0], found[1]) if keepdim else (found[0].squeeze(axis), found[1].squeeze(axis))
+
+
+@lowering(aten.kthvalue.default)
+def kthvalue(self: Array, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
+    """The k-th least element along a dim and its index."""
+    if not self.ndim:
+        return self, jnp.zeros((), jnp.int64)
+    return _at_rank(self, k - 1, wrap_dim(dim, self.ndim), keepdim)
+
+
+def median_rank(x: Array, axis: int, ignore_nan: bool) -> Array:
+    """Return the rank of the lower median along an axis; where there is a nan, of the first nan."""
+    count = x.shape[axis]
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return jnp.asarray((count - 1) // 2)
+    nans = jnp.isnan(x).sum(axis, keepdims=True)
+    if ignore_nan:
+        return jnp.maximum(count - nans - 1, 0) // 2
+    return jnp.where(nans > 0, count - nans, (count - 1) // 2)
+
+
+def _median(name: str, ignore_nan: bool) -> None:
+    @lowering(getattr(aten, name).default)
+    def everything(self: Array) -> Array:
+        flat = self.reshape(-1)
+        if not flat.size:
+            if jnp.issubdtype(self.dtype, jnp.inexact):
+                return jnp.full((), jnp.nan, self.dtype)
+            return jnp.full((), np.iinfo(self.dtype).min, self.dtype)
+        return _at_rank(flat, median_rank(flat, 0, ignore_nan), 0, False)[0]
+
+    @lowering(getattr(aten, name).dim)
+    def along(self: Array, dim: int, keepdim: bool = False) -> tuple[Array, Array]:
+        if not self.ndim:
+            return self, jnp.zeros((), jnp.int64)
+        axis = wrap_dim(dim, self.ndim)
+        return _at_rank(self, median_rank(self, axis, ignore_nan), axis, keepdim)
+
+
+_median("median", False)
+_median("nanmedian", True)
+
+
+@lowering(aten.mode.default)
+def mode(self: Array, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
+    """The least of the most frequent elements along a dim, and the last index that has it."""
+    if not self.ndim:
+        return self, jnp.zeros((), jnp.int64)
+    axis = wrap_dim(dim, self.ndim)
+    values, indices = (jnp.moveaxis(a, axis, -1) for a in sort_with_indices(self, axis))
+    starts = jnp.concatenate([jnp.ones_like(values[..., :1], bool), values[..., 1:] != values[..., :-1]], -1)
+    place = jax.lax.broadcasted_iota(jnp.int64, values.shape, values.ndim - 1)
+    run = place - jax.lax.cummax(jnp.where(starts, place, 0), values.ndim - 1)
+    at = jax.lax.argmax(run, values.ndim - 1, jnp.int64)[..., None]
+    found = [jnp.moveaxis(jnp.take_along_axis(a, at, -1), -1, axis) for a in (values, indices)]
+    return (found[0], found[1]) if keepdim else (found[0].squeeze(axis), found[1].squeeze(axis))
+
+
+def search(sequence: Array, values: Array, right: bool) -> Array:
+    """Return where each value would be inserted; leading dims of the two are batches."""
+    side = "right" if right else "left"
+    if not sequence.size or not values.size:  # in nothing, the place is the first
+        return jnp.zeros(values.shape, jnp.int64)
+    if sequence.ndim <= 1:
+        return jnp.searchsorted(sequence, values, side=side)
+    rows = sequence.reshape(-1, sequence.shape[-1])
+    wanted = values.reshape(rows.shape[0], values.shape[-1])
+    return jax.vmap(lambda s, v: jnp.searchsorted(s, v, side=side))(rows, wanted).reshape(values.shape)
+
+
+def _searchsorted(op: Any) -> None:
+    @lowering(op)
+    def lowered(
+        sorted_sequence: Array,
+        self: Any,
+        out_int32: bool = False,
+        right: bool = False,
+        side: str | None = None,
+        sorter: Array | None = None,
+    ) -> Array:
+        dtype, _ = promote(sorted_sequence, self, kind=NO_OPMATH)
+        sequence = cast(sorted_sequence, dtype)
+        if sorter is not None:
+            inside = (sorter >= 0) & (sorter < sequence.shape[-1])
+            require(inside, RuntimeError, "torch.searchsorted(): sorter index out of range")
+            sequence = jnp.take_along_axis(sequence, sorter, -1)
+        found = search(sequence, cast(self, dtype), right or side == "right")
+        return found.astype(jnp.int32 if out_int32 else jnp.int64)
+
+
+_searchsorted(aten.searchsorted.Tensor)
+_searchsorted(aten.searchsorted.Scalar)
+
+
+def _bucketize(op: Any) -> None:
+    @lowering(op)
+    def lowered(self: Any, boundaries: Array, out_int32: bool = False, right: bool = False) -> Array:
+        dtype, _ = promote(boundaries, self, kind=NO_OPMATH)
+        found = search(cast(boundaries, dtype), cast(self, dtype), right)
+        return found.astype(jnp.int32 if out_int32 else jnp.int64)
+
+
+_bucketize(aten.bucketize.Tensor)
+_bucketize(aten.bucketize.Scalar)
+
+
+def _isin(op: Any, elements_name: str, test_name: str) -> None:
+    def lowered(**values: Any) -> Array:
+        dtype, _ = promote(values[elements_name], values[test_name], kind=NO_OPMATH)
+        wanted, known = cast(values[elements_name], dtype), cast(values[test_name], dtype).reshape(-1)
+        if known.size == 0:
+            found = jnp.zeros(wanted.shape, bool)
+        else:
+            known = jnp.sort(known.astype(jnp.uint8) if dtype == np.bool_ else known)
+            wanted = wanted.astype(known.dtype)
+            place = jnp.searchsorted(known, wanted)
+            found = known[jnp.minimum(place, known.size - 1)] == wanted
+        return ~found if values.get("invert", False) else found
+
+    names = [elements_name, test_name, "assume_unique", "invert"]
+    lowered.__signature__ = keyword_signature(names)  # type: ignore[attr-defined]
+    lowered.__doc__ = "Whether each element is among those of the other tensor."
+    lowering(op)(lowered)
+
+
+_isin(aten.isin.Tensor_Tensor, "elements", "test_elements")
+_isin(aten.isin.Tensor_Scalar, "elements", "test_element")
+_isin(aten.isin.Scalar_Tensor, "element", "test_elements")

@@ -1,0 +1,1 @@
+"""Creation, shapes, views and indexing."""

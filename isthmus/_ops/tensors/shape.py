@@ -1,0 +1,292 @@
+"""Shapes: joining, repeating, padding, triangles and diagonals, writes into views and their gradients."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from isthmus._graph.names import aten
+from isthmus._ops.common import NO_OPMATH, Number, cast, promote, wrap_dim
+from isthmus._ops.registry import lowering
+from isthmus._ops.value_checks import require
+
+Array = Any
+
+
+@lowering(aten.cat.default)
+def cat(tensors: list[Array], dim: int = 0) -> Array:
+    """Tensors joined along a dim, in the dtype they promote to."""
+    _, dtype = promote(*tensors, kind=NO_OPMATH)
+    # Since before it had empty tensors of other shapes, torch skips a tensor of shape (0,).
+    kept = [t for t in tensors if t.shape != (0,)] or tensors[:1]
+    return jnp.concatenate([cast(t, dtype) for t in kept], wrap_dim(dim, kept[0].ndim))
+
+
+@lowering(aten.stack.default)
+def stack(tensors: list[Array], dim: int = 0) -> Array:
+    """Tensors joined along a new dim, in the dtype they promote to."""
+    _, dtype = promote(*tensors, kind=NO_OPMATH)
+    return jnp.stack([cast(t, dtype) for t in tensors], wrap_dim(dim, tensors[0].ndim + 1))
+
+
+@lowering(aten.flip.default)
+def flip(self: Array, dims: Any) -> Array:
+    """The elements in reverse order along dims."""
+    return jnp.flip(self, tuple(wrap_dim(d, self.ndim) for d in dims)) if self.ndim else self
+
+
+@lowering(aten.roll.default)
+def roll(self: Array, shifts: Any, dims: Any = ()) -> Array:
+    """The elements moved along dims, those pushed out coming in at the other end."""
+    if not self.size or not self.ndim:
+        return self
+    if not dims:
+        return jnp.roll(self, next(iter(shifts)))
+    return jnp.roll(self, tuple(shifts), tuple(wrap_dim(d, self.ndim) for d in dims))
+
+
+@lowering(aten.repeat.default)
+def repeat(self: Array, repeats: Any) -> Array:
+    """The tensor laid side by side along every dim."""
+    return jnp.tile(self, tuple(repeats))
+
+
+@lowering(aten.constant_pad_nd.default)
+def constant_pad_nd(self: Array, pad: Any, value: Any = 0) -> Array:
+    """The tensor with a border of one value; a negative width cuts off."""
+    widths = [(0, 0, 0)] * self.ndim
+    for i in range(len(pad) // 2):
+        widths[self.ndim - 1 - i] = (pad[2 * i], pad[2 * i + 1], 0)
+    return jax.lax.pad(self, cast(value, self.dtype), widths)
+
+
+def _padded(x: Array, padding: Any, mode: str) -> Array:
+    """Return ``x`` padded along its last dims; a negative width cuts off."""
+    rank = len(padding) // 2
+    widths = [(0, 0)] * (x.ndim - rank) + [
+        (padding[2 * i], padding[2 * i + 1]) for i in reversed(range(rank))
+    ]
+    if mode == "edge" and min(padding) < 0:
+        # One end may cut off all that the other repeats, so look up each place.
+        for dim, (a, b) in enumerate(widths):
+            x = jnp.take(x, np.clip(np.arange(x.shape[dim] + a + b) - a, 0, x.shape[dim] - 1), axis=dim)
+        return x
+    cuts = tuple(slice(max(-a, 0), n - max(-b, 0)) for (a, b), n in zip(widths, x.shape, strict=True))
+    return jnp.pad(x[cuts], [(max(a, 0), max(b, 0)) for a, b in widths], mode=mode)
+
+
+def _border(name: str, mode: str) -> None:
+    """File a padding by what is inside, and its gradient, which is its transpose."""
+
+    @lowering(getattr(aten, name).default)
+    def forward(self: Array, padding: Any) -> Array:
+        return _padded(self, padding, mode)
+
+    @lowering(getattr(aten, f"{name}_backward").default)
+    def backward(grad_output: Array, self: Array, padding: Any) -> Array:
+        (grad,) = jax.linear_transpose(lambda x: _padded(x, padding, mode), self)(grad_output)
+        return grad
+
+
+for _rank in (1, 2, 3):
+    _border(f"reflection_pad{_rank}d", "reflect")
+    _border(f"replication_pad{_rank}d", "edge")
+
+
+@lowering(aten.tril.default)
+def tril(self: Array, diagonal: int = 0) -> Array:
+    """Zeros above a diagonal."""
+    return jnp.tril(self, diagonal)
+
+
+@lowering(aten.triu.default)
+def triu(self: Array, diagonal: int = 0) -> Array:
+    """Zeros below a diagonal."""
+    return jnp.triu(self, diagonal)
+
+
+def _triangle(op: Any, fn: Any) -> None:
+    @lowering(op)
+    def lowered(row: int, col: int, offset: int = 0, dtype: Any = None) -> Array:
+        # The schema's default is torch's number for int64.
+        dtype = np.int64 if dtype is None or isinstance(dtype, int) else dtype
+        return jnp.stack([jnp.asarray(i.astype(dtype)) for i in fn(row, offset, col)])
+
+
+_triangle(aten.tril_indices.default, np.tril_indices)
+_triangle(aten.triu_indices.default, np.triu_indices)
+
+
+def _on_diagonal(shape: Any, offset: int, dim1: int, dim2: int) -> tuple[Any, list[int]]:
+    """Return the index of a diagonal with its two dims moved last, and the dims in that order."""
+    first, second = wrap_dim(dim1, len(shape)), wrap_dim(dim2, len(shape))
+    order = [d for d in range(len(shape)) if d not in (first, second)] + [first, second]
+    down, right = max(-offset, 0), max(offset, 0)
+    count = max(min(shape[first] - down, shape[second] - right), 0)
+    at = np.arange(count)
+    return (..., at + down, at + right), order
+
+
+def _write_diagonal(x: Array, src: Array, offset: int, dim1: int, dim2: int) -> Array:
+    at, order = _on_diagonal(x.shape, offset, dim1, dim2)
+    written = x.transpose(order).at[at].set(cast(src, x.dtype), unique_indices=True)
+    return written.transpose(tuple(int(i) for i in np.argsort(order)))
+
+
+@lowering(aten.diag_embed.default)
+def diag_embed(self: Array, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Array:
+    """Matrices of zeros with vectors on a diagonal."""
+    ndim, side = self.ndim + 1, self.shape[-1] + abs(offset)
+    batch = iter(self.shape[:-1])
+    special = (wrap_dim(dim1, ndim), wrap_dim(dim2, ndim))
+    shape = tuple(side if d in special else next(batch) for d in range(ndim))
+    return _write_diagonal(jnp.zeros(shape, self.dtype), self, offset, *special)
+
+
+@lowering(aten.diagonal_scatter.default)
+def diagonal_scatter(self: Array, src: Array, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Array:
+    """The tensor with a diagonal replaced."""
+    return _write_diagonal(self, src, offset, dim1, dim2)
+
+
+@lowering(aten.diagonal_backward.default)
+def diagonal_backward(grad_output: Array, input_sizes: Any, offset: int, dim1: int, dim2: int) -> Array:
+    """Zeros with the gradient on a diagonal."""
+    return _write_diagonal(jnp.zeros(tuple(input_sizes), grad_output.dtype), grad_output, offset, dim1, dim2)
+
+
+def _index_from_front(index: Any, size: int) -> Array:
+    """Return an index known at run time or before, counted from the front."""
+    value = index.value if isinstance(index, Number) else jnp.asarray(index, jnp.int64)
+    return jnp.where(value < 0, value + size, value)
+
+
+def _write_slice(x: Array, part: Array, dim: int, index: Any) -> Array:
+    axis = wrap_dim(dim, x.ndim)
+    at = _index_from_front(index, x.shape[axis])
+    return jax.lax.dynamic_update_index_in_dim(x, cast(part, x.dtype), at, axis)
+
+
+def _write_slices(x: Array, part: Array, dim: int, start: Any, step: int) -> Array:
+    """Return ``x`` with every ``step``-th slice from ``start`` replaced by those of ``part``."""
+    axis = wrap_dim(dim, x.ndim)
+    if not part.size:
+        return x
+    at = _index_from_front(0 if start is None else start, x.shape[axis])
+    part = cast(part, x.dtype)
+    if step == 1:
+        return jax.lax.dynamic_update_slice_in_dim(x, part, jnp.maximum(at, 0), axis)
+    position = jnp.maximum(at, 0) + step * jnp.arange(part.shape[axis])
+    index = (slice(None),) * axis + (position,)
+    return x.at[index].set(part, unique_indices=True, indices_are_sorted=True)
+
+
+@lowering(aten.select_scatter.default, dynamic=["index"])
+def select_scatter(self: Array, src: Array, dim: int, index: Any) -> Array:
+    """The tensor with one slice replaced."""
+    axis = wrap_dim(dim, self.ndim)
+    size, at = self.shape[axis], index.value if isinstance(index, Number) else index
+    message = f"select(): index out of range for tensor of size {list(self.shape)} at dimension {axis}"
+    require((at >= -size) & (at < size), IndexError, message)
+    return _write_slice(self, src, dim, index)
+
+
+@lowering(aten.select_backward.default, dynamic=["index"])
+def select_backward(grad_output: Array, input_sizes: Any, dim: int, index: Any) -> Array:
+    """Zeros with the gradient in one slice; which one is a run-time value, so time steps share a program."""
+    return _write_slice(jnp.zeros(tuple(input_sizes), grad_output.dtype), grad_output, dim, index)
+
+
+@lowering(aten.slice_scatter.default)
+def slice_scatter(
+    self: Array, src: Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Array:
+    """The tensor with a range of slices replaced."""
+    return _write_slices(self, src, dim, start, step)
+
+
+@lowering(aten.slice_backward.default, dynamic=["start", "end"])
+def slice_backward(grad_output: Array, input_sizes: Any, dim: int, start: Any, end: Any, step: int) -> Array:
+    """Zeros with the gradient in a range of slices, whose start is a run-time value."""
+    return _write_slices(jnp.zeros(tuple(input_sizes), grad_output.dtype), grad_output, dim, start, step)
+
+
+@lowering(aten.unfold_backward.default)
+def unfold_backward(grad_in: Array, input_sizes: Any, dim: int, size: int, step: int) -> Array:
+    """The gradients of windows along a dim, added up where windows overlap."""
+    if not input_sizes:
+        return grad_in.reshape(())
+    axis = wrap_dim(dim, len(input_sizes))
+    at = (np.arange(grad_in.shape[axis]) * step)[:, None] + np.arange(size)
+    grads = jnp.moveaxis(grad_in, -1, axis + 1)
+    index = (slice(None),) * axis + (at,)
+    return jnp.zeros(tuple(input_sizes), grad_in.dtype).at[index].add(grads)
+
+
+def _patches(x: Array, kernel: Any, dilation: Any, padding: Any, stride: Any) -> Array:
+    """Return the windows of images as columns: (batch, channels * kernel, positions)."""
+    padded = jnp.pad(x, [(0, 0), (0, 0), (padding[0], padding[0]), (padding[1], padding[1])])
+    counts = [(padded.shape[2 + d] - dilation[d] * (kernel[d] - 1) - 1) // stride[d] + 1 for d in (0, 1)]
+    taken = []
+    for i in range(kernel[0]):
+        for j in range(kernel[1]):
+            top, left = i * dilation[0], j * dilation[1]
+            bottom, right = top + (counts[0] - 1) * stride[0] + 1, left + (counts[1] - 1) * stride[1] + 1
+            taken.append(padded[:, :, top : bottom : stride[0], left : right : stride[1]])
+    columns = jnp.stack(taken, 2)
+    return columns.reshape(x.shape[0], x.shape[1] * len(taken), math.prod(counts))
+
+
+@lowering(aten.im2col.default)
+def im2col(self: Array, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Array:
+    """The windows of an image, or a batch of them, as columns."""
+    images = self if self.ndim == 4 else self[None]
+    found = _patches(images, kernel_size, dilation, padding, stride)
+    return found if self.ndim == 4 else found[0]
+
+
+@lowering(aten.col2im.default)
+def col2im(
+    self: Array, output_size: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any
+) -> Array:
+    """Columns added up into images: the transpose of ``im2col``."""
+    columns = self if self.ndim == 3 else self[None]
+    channels = columns.shape[1] // math.prod(kernel_size)
+    image = jax.ShapeDtypeStruct((columns.shape[0], channels, *output_size), self.dtype)
+    transpose = jax.linear_transpose(lambda x: _patches(x, kernel_size, dilation, padding, stride), image)
+    (found,) = transpose(columns)
+    return found if self.ndim == 3 else found[0]
+
+
+@lowering(aten.channel_shuffle.default)
+def channel_shuffle(self: Array, groups: int) -> Array:
+    """Channels dealt out from groups in turn."""
+    batch, channels, *rest = self.shape
+    grouped = self.reshape(batch, groups, channels // groups, *rest)
+    return grouped.swapaxes(1, 2).reshape(self.shape)
+
+
+@lowering(aten.pixel_shuffle.default)
+def pixel_shuffle(self: Array, upscale_factor: int) -> Array:
+    """Channels turned into finer pixels."""
+    *batch, channels, height, width = self.shape
+    r = upscale_factor
+    split = self.reshape(*batch, channels // (r * r), r, r, height, width)
+    n = len(batch)
+    order = (*range(n), n, n + 3, n + 1, n + 4, n + 2)
+    return split.transpose(order).reshape(*batch, channels // (r * r), height * r, width * r)
+
+
+@lowering(aten.pixel_unshuffle.default)
+def pixel_unshuffle(self: Array, downscale_factor: int) -> Array:
+    """Pixels turned into more channels."""
+    *batch, channels, height, width = self.shape
+    r = downscale_factor
+    split = self.reshape(*batch, channels, height // r, r, width // r, r)
+    n = len(batch)
+    order = (*range(n), n, n + 2, n + 4, n + 1, n + 3)
+    return split.transpose(order).reshape(*batch, channels * r * r, height // r, width // r)

@@ -1,0 +1,140 @@
+"""Identical blocks compiled once, and parameters folded once: the same results from other programs."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from isthmus._dynamo import compile_log, repeated_blocks
+from isthmus._runtime.compiler import platform
+from isthmus.errors import ConfigError
+
+DEPTH = 8
+
+
+class Layer(nn.Module):
+    """A residual block with enough nodes to be worth a program."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 8), nn.Linear(8, width)
+        self.qkv = nn.Linear(width, 3 * width)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        x = x + torch.softmax(q @ k.transpose(-1, -2), -1) @ v * scale
+        return x + self.down(torch.tanh(self.up(x) + 1) * 2 - 0.5)
+
+
+class Deep(nn.Module):
+    """Equal layers, one wider one between them if asked, and what is shared by all."""
+
+    def __init__(self, odd: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.layers = nn.ModuleList([Layer(4) for _ in range(DEPTH)])
+        self.odd = nn.Linear(4, 4) if odd else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, scale = self.first(x), x.mean()
+        for place, layer in enumerate(self.layers):
+            x = layer(x, scale)
+            if self.odd is not None and place == 0:
+                x = self.odd(x).relu()
+        return x.sum(-1)
+
+
+def trained(model: nn.Module, x: torch.Tensor, **options: Any) -> tuple[Any, list[Any], compile_log.Record]:
+    """Return a compiled model's result, its parameters' gradients, and what was compiled."""
+    torch._dynamo.reset()
+    mine = copy.deepcopy(model).to("jax")
+    with compile_log.recording() as found:
+        result = torch.compile(mine, backend="isthmus", options=options)(x.to("jax"))
+        result.sum().backward()
+    return result.detach().cpu(), [p.grad.cpu() for p in mine.parameters()], found
+
+
+@pytest.mark.skipif(platform() != "cpu", reason="only there are blocks compiled apart")
+@pytest.mark.parametrize("odd", [False, True])
+def test_layers_share_programs_and_give_the_same_results(odd: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Deep(odd), torch.randn(2, 5, 3)
+    whole, gradients, fused = trained(model, x, blocks="fuse")
+    result, others, shared = trained(model, x)
+    assert [len(graph.programs) for graph in fused.graphs] == [1, 1]
+    for graph in shared.graphs:
+        called = [node for node in graph.run.cut.graph.nodes if hasattr(node.target, "program")]
+        assert len(called) >= DEPTH - 1
+        assert len(graph.programs) <= 5
+    torch.testing.assert_close(result, whole)
+    for got, want in zip(others, gradients, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_small_graphs_and_lists_of_like_calls_stay_whole() -> None:
+    def lists(xs: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [x.sin() for x in xs] + [x.cos() for x in xs]
+
+    torch._dynamo.reset()
+    with compile_log.recording() as found:
+        torch.compile(lists, backend="isthmus")([torch.randn(2, device="jax") for _ in range(40)])
+    assert [len(graph.programs) for graph in found.graphs] == [1]
+
+
+def test_what_repeats_is_found() -> None:
+    assert repeated_blocks._repeats([*range(100, 103), *([*range(20)] * 7), 5]) == (3, 20, 7)
+    assert repeated_blocks._repeats([*range(100)]) is None
+    assert repeated_blocks._repeats([*range(20)] * (repeated_blocks.COPIES - 1)) is None
+
+
+def test_random_layers_stay_whole() -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.5)) for _ in range(12)])
+    x = torch.ones(3, 4)
+    _, _, found = trained(model, x)
+    assert all(len(graph.programs) == 1 for graph in found.graphs)
+
+
+class Weighted(nn.Module):
+    """A weight of which much is computed, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, count: bool = False) -> torch.Tensor:
+        if count:
+            self.calls.add_(1)
+        return x @ torch.linalg.inv(self.weight.exp() + torch.eye(4, device=x.device) * 9)
+
+
+def test_frozen_parameters_are_computed_on_once() -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = Weighted().to("jax")
+    x = torch.randn(3, 4, device="jax")
+    with torch.no_grad(), compile_log.recording() as found:
+        compiled = torch.compile(model, backend="isthmus", options={"freeze": True})
+        want = model(x).cpu()
+        torch.testing.assert_close(compiled(x).cpu(), want)
+        first, second = found.compilations
+        assert "linalg_inv_ex" in str(first.module.code)
+        assert "linalg_inv_ex" not in str(second.module.code)
+        model.weight.zero_()  # a promise not to do this was given
+        torch.testing.assert_close(compiled(x).cpu(), want)
+
+
+def test_frozen_parameters_may_not_be_written() -> None:
+    torch._dynamo.reset()
+    model = Weighted().to("jax")
+    compiled = torch.compile(model, backend="isthmus", options={"freeze": True})
+    with (
+        torch.no_grad(),
+        pytest.raises(Exception, match="takes parameters and buffers for constants") as found,
+    ):
+        compiled(torch.randn(3, 4, device="jax"), count=True)
+    assert isinstance(found.value.__cause__ or found.value, (ConfigError, RuntimeError))

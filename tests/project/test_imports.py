@@ -1,0 +1,240 @@
+"""What importing loads and touches: the order of the folders, lazy JAX, settings that are not ours to set."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "isthmus"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# Imports point down this list, or stay on their line; everything not named here is public and comes first.
+ORDER = [
+    {"public"},
+    {"_export", "_interop", "_parallel"},
+    {"_dynamo", "_lazy"},
+    {"_device"},
+    {"_ops"},
+    {"_runtime"},
+    {"_graph"},
+    {"_upstream"},
+    {"config", "errors"},
+]
+# The files that may touch private names, which every new version of torch or JAX may change.
+PRIVATE_TORCH = {"_device/torch_glue/private.py", "_device/torch_glue/registration.py"}
+PRIVATE_JAX = {"_runtime/private.py"}
+
+
+def layer(name: str) -> int:
+    """Return the line of ORDER that a module of the package is on."""
+    return next((n for n, names in enumerate(ORDER) if name in names), 0)
+
+
+def names_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield every dotted name a file imports or reads, with its line."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: a relative import"
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Attribute):
+            yield node.lineno, ast.unparse(node)
+
+
+def imports_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield every module a file imports, with its line."""
+    found = (node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom)))
+    for node in found:
+        yield from names_in(node)
+
+
+def test_the_checks_see_what_they_should() -> None:
+    tree = ast.parse(
+        "import a.b\nfrom c import d\ndef f():\n  from e.f import g\n  return torch._C._x(jax._src)"
+    )
+    assert [name for _, name in imports_in(tree)] == ["a.b", "c.d", "e.f.g"]
+    assert {"torch._C._x", "torch._C", "jax._src"} <= {name for _, name in names_in(tree)}
+    assert layer("errors") > layer("_graph") > layer("_runtime") > layer("_ops")
+    assert layer("_ops") > layer("_device") > layer("_dynamo") > layer("_interop") > layer("cli")
+
+
+def test_every_folder_is_in_the_order() -> None:
+    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    unknown = folders - set().union(*ORDER)
+    assert not unknown, f"give {unknown} a line in ORDER"
+    assert len(FILES) > 20
+
+
+def trees() -> Iterator[tuple[Path, ast.AST]]:
+    """Yield every file of the package with its syntax tree."""
+    for file in FILES:
+        yield file, ast.parse(file.read_text())
+
+
+def test_imports_point_down() -> None:
+    wrong = []
+    for file, tree in trees():
+        where = file.relative_to(PACKAGE)
+        own = layer(where.with_suffix("").parts[0])
+        for line, name in imports_in(tree):
+            if name == "isthmus" or name.startswith("isthmus."):
+                target = [*name.split("."), ""][1]
+                if layer(target) < own:
+                    wrong.append(f"{where}:{line} imports {name}, which is above it")
+        roots = {name.split(".")[0] for _, name in imports_in(tree)}
+        if where.parts[0] == "_graph" and roots & {"jax", "jaxlib"}:
+            wrong.append(f"{where} imports JAX, which graphs do without")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_private_names_stay_in_their_files() -> None:
+    wrong = []
+    for file, tree in trees():
+        where = file.relative_to(PACKAGE).as_posix()
+        for line, name in names_in(tree):
+            root, *rest = name.split(".")
+            private = any(part.startswith("_") and part[:2] != "__" for part in rest)
+            if root == "torch" and rest[:1] == ["_C"] and where not in PRIVATE_TORCH:
+                wrong.append(f"{where}:{line} uses {name}: it belongs in _device/torch_glue/private.py")
+            if (root == "jaxlib" or (root == "jax" and private)) and where not in PRIVATE_JAX:
+                wrong.append(f"{where}:{line} uses {name}: it belongs in _runtime/private.py")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_config_reads_the_environment() -> None:
+    reads = {"os.environ", "os.getenv", "os.environb", "os.putenv"}
+    readers = {file.name for file, tree in trees() if reads & {name for _, name in names_in(tree)}}
+    assert readers <= {"config.py"}
+
+
+def python(code: str, **environment: str) -> str:
+    """Run code in a new interpreter and return what it printed."""
+    ran = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, **environment},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.strip()
+
+
+LOADED = """
+import sys
+heavy = ("jax", "jaxlib", "isthmus._ops", "isthmus._ops.registry", "isthmus._device.core.dispatch",
+         "torch._dynamo", "torch._inductor")
+print([name for name in heavy if name in sys.modules])
+"""
+
+
+def test_import_torch_is_enough_and_loads_little() -> None:
+    code = "import torch; assert torch.device('jax').type == 'jax'; torch.jax.device_count()"
+    assert python(code + LOADED) == "[]"
+
+
+def test_import_isthmus_loads_neither_jax_nor_dynamo() -> None:
+    assert python("import isthmus; isthmus.config.fallback; isthmus.metrics.counts()" + LOADED) == "[]"
+
+
+def test_the_first_tensor_loads_jax() -> None:
+    loaded = python("import torch; torch.empty(2, device='jax')" + LOADED)
+    assert "'jax'" in loaded
+    assert "'isthmus._ops.registry'" in loaded
+
+
+@pytest.mark.parametrize(
+    "first", ["import isthmus, torch", "import torch, isthmus", "import isthmus.config, torch"]
+)
+@pytest.mark.parametrize("autoload", ["0", "1"])
+def test_either_may_be_imported_first(first: str, autoload: str) -> None:
+    code = f"{first}; print(torch.zeros(2, device='jax').sum().item())"
+    assert python(code, TORCH_DEVICE_BACKEND_AUTOLOAD=autoload) == "0.0"
+
+
+def test_every_public_name_is_there() -> None:
+    assert python("import isthmus; print([n for n in isthmus.__all__ if not hasattr(isthmus, n)])") == "[]"
+
+
+SETTINGS = """
+import json, torch
+
+def of_torch():
+    return {
+        "default dtype": str(torch.get_default_dtype()),
+        "default device": str(torch.get_default_device()),
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "threads": [torch.get_num_threads(), torch.get_num_interop_threads()],
+        "deterministic": [torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic,
+                          torch.is_deterministic_algorithms_warn_only_enabled()],
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "multithreaded backward": torch.autograd.is_multithreading_enabled(),
+        "cpu rng": torch.get_rng_state().sum().item(),
+        "autocast": [torch.is_autocast_enabled("cpu"), str(torch.get_autocast_dtype("cpu"))],
+        "print": str(torch._tensor_str.PRINT_OPTS),
+    }
+"""
+
+USE = """
+from torch import nn
+import warnings; warnings.simplefilter("ignore")
+x = torch.arange(12.0, dtype=torch.float64).reshape(3, 4).to("jax")
+model = nn.Linear(4, 2, dtype=torch.float64)
+{seeded}
+model.to("jax")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(x).sum().backward()
+optimizer.step()
+x[1:, ::2].add_(1)
+torch.zeros(3, dtype=torch.int64, device="jax").tolist()
+"""
+
+
+def test_using_the_device_leaves_torch_as_it_was() -> None:
+    # After the layer is drawn: making one takes numbers from the CPU's generator.
+    seeded = "before = of_torch()"
+    code = SETTINGS + USE.format(seeded=seeded) + "print(json.dumps([before, of_torch()]))"
+    before, after = json.loads(python(code))
+    assert before == after
+    assert len(before) == 11
+
+
+@pytest.mark.parametrize("x64", ["0", "1"])
+def test_using_the_device_leaves_jax_as_it_was(x64: str) -> None:
+    reads = "{name: repr(getattr(jax.config, name, None)) for name in sorted(jax.config.values)}"
+    code = f"import jax; before = {reads}" + SETTINGS + USE.format(seeded="")
+    code += f"print(json.dumps([before, {reads}, str(jax.numpy.arange(3).dtype)]))"
+    before, after, dtype = json.loads(python(code, JAX_ENABLE_X64=x64))
+    assert before == after
+    assert len(before) > 50
+    assert before["jax_enable_x64"] == str(x64 == "1")
+    assert dtype == ("int64" if x64 == "1" else "int32")
+
+
+def test_jax_in_other_threads_is_untouched() -> None:
+    code = """
+    import threading, time, torch, jax, jax.numpy as jnp
+    seen = set()
+    stop = threading.Event()
+    def watch():
+        while not stop.is_set():
+            seen.add(str(jnp.zeros(1, int).dtype))
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    for n in range(1, 15):
+        torch.ones(n, dtype=torch.float64).to("jax").mul(2).sum().item()
+    stop.set(); watcher.join()
+    print(seen)
+    """
+    assert python(code, PYTHONWARNINGS="ignore", JAX_ENABLE_X64="0") == "{'int32'}"
