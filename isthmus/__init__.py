@@ -13,6 +13,7 @@ import torch  # noqa: F401
 
 import _isthmus_autoload
 from isthmus import config, errors
+from isthmus._caches import clear_caches
 from isthmus._graph.backends import register_backend
 from isthmus._upstream import DRIFT, not_available
 from isthmus.explain import explain
@@ -22,6 +23,7 @@ from isthmus.modes import graph_of, jit, lazy, mode, set_mode, sync
 __version__ = "0.1.0.dev0"
 __all__ = [
     "checkpoint",
+    "clear_caches",
     "config",
     "custom_op",
     "errors",

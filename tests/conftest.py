@@ -90,12 +90,7 @@ def drop_programs() -> None:
     """Forget every compiled program that can be compiled again."""
     import jax
 
-    from isthmus._device.core import plan_cache
-    from isthmus._lazy import programs
-
-    for each in list(plan_cache.every):
-        each.clear()
-    programs._families.clear()
+    isthmus.clear_caches()
     torch._dynamo.reset()
     jax.clear_caches()
     gc.collect()

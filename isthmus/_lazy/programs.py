@@ -9,7 +9,7 @@ from sys import getrefcount
 from threading import get_ident
 from typing import Any
 
-from isthmus import config
+from isthmus import _caches, config
 from isthmus._device.core import donation
 from isthmus._device.core.buffer import Buffer, Lost
 from isthmus._graph.backends import backend_named
@@ -88,6 +88,9 @@ class Family:
 
 
 _families: OrderedDict[tuple[Any, ...], Family] = OrderedDict()
+_caches.register(
+    "programs of recorded graphs", config.programs, lambda: len(_families), lambda: _families.clear()
+)
 
 
 def materialise(buffer: Buffer | None = None) -> None:

@@ -22,12 +22,13 @@ ORDER = [
     {"public"},
     {"_export", "_interop", "_parallel"},
     {"_dynamo", "_lazy"},
+    {"_program"},
     {"_device"},
     {"_ops"},
     {"_runtime"},
     {"_graph"},
     {"_upstream"},
-    {"config", "errors"},
+    {"config", "errors", "_caches"},
 ]
 # The files that may touch private names, which every new version of torch or JAX may change.
 PRIVATE_TORCH = {"_device/torch_glue/private.py", "_device/torch_glue/registration.py"}

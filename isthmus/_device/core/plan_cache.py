@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from isthmus import _caches
 from isthmus._runtime import forks, memory_maps
 
 # How many may be young, and after how many new ones the process's memory maps are counted.
@@ -45,7 +46,17 @@ def _hide() -> None:
         forks.empty(each.old)
 
 
+def _size() -> int:
+    return sum(len(each.young) + len(each.old) for each in list(every))
+
+
+def _clear() -> None:
+    for each in list(every):
+        each.clear()
+
+
 forks.on_fork.append(_hide)
+_caches.register("plans of single ops", 2 * _LIMIT, _size, _clear)
 
 
 def _make_room() -> None:
