@@ -92,6 +92,12 @@ class Settings:
         (),
         "How many compiled programs lazy mode keeps; the one unused for longest goes first.",
     )
+    log: str = _setting(
+        "off",
+        "ISTHMUS_LOG",
+        ("off", "passes"),
+        "What is logged: nothing, or each graph before and after the passes that change it.",
+    )
     lines: str = _setting(
         "off",
         "ISTHMUS_LINES",

@@ -23,6 +23,7 @@ from isthmus._graph import view_calls
 from isthmus._graph.layout import Spec, is_as_made, storage_shape
 from isthmus._graph.nodes import TABLE, Call, Input, Node, Type, call_of, node
 from isthmus._graph.schema import PLACEMENT
+from isthmus._graph.view_calls import chained
 from isthmus._lazy.trace import trace
 from isthmus._ops.value_checks import collecting
 from isthmus._runtime import compiler
@@ -77,13 +78,6 @@ class Read:
         if not self.calls:
             return found
         return node(self.calls[-1], found, *([] if self.offset is None else [inputs[self.offset]]))
-
-
-def chained(calls: tuple[Call, ...] | list[Call], found: Node) -> Node:
-    """Return what calls of one input each make of a node, one after another."""
-    for call in calls:
-        found = node(call, found)
-    return found
 
 
 @dataclass(frozen=True)
@@ -179,10 +173,7 @@ class Recipe:
             blank = view_calls.blank(spec)
         else:
             storage, blank = self.types[slot.index], None
-        written = view_calls.written_as(storage, spec.dtype)
-        cast = view_calls.cast(result, spec.dtype)
-        cast += view_calls.bits(Type(result.size, spec.dtype), written)
-        shaped = cast + view_calls.expand(Type(result.size, written), spec.size)
+        shaped = view_calls.shaped(result, storage, spec)
         offset = None if resized is not None else slot.offset_index
         whole = view_calls.replaces(storage, spec, offset is not None)
         parts = None if whole is not None else view_calls.scatter(storage, spec, offset is not None)

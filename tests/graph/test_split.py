@@ -15,7 +15,7 @@ import isthmus
 from isthmus._device.core.buffer import buffer_of
 from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import Call, Item
-from isthmus._graph.split import Stage, cut
+from isthmus._graph.passes.split import Stage, cut
 from isthmus._lazy import programs, recompile_warnings
 from isthmus._lazy.recompile_warnings import RecompilationWarning
 from isthmus.errors import IsthmusError

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -322,7 +323,11 @@ def _single(call: Callable[..., Any], make: Callable[[Any], Tensor], spec: Spec,
     return run
 
 
-def random_key(words: Any) -> Any:
-    """Return the JAX key of a (seed, offset), given as four 32-bit words."""
+def random_key(words: Any, index: int = 0) -> Any:
+    """Return the JAX key of a (seed, offset), given as four 32-bit words; of the ``index``-th offset after it."""
     key = jax.random.wrap_key_data(words[:2], impl="threefry2x32")
-    return jax.random.fold_in(jax.random.fold_in(key, words[2]), words[3])
+    high, low = words[2], words[3]
+    if index:
+        offset = (high.astype(np.uint64) << 32 | low.astype(np.uint64)) + np.uint64(index)
+        high, low = (offset >> 32).astype(np.uint32), offset.astype(np.uint32)
+    return jax.random.fold_in(jax.random.fold_in(key, high), low)
