@@ -52,6 +52,8 @@ _INTEGERS = {"aten::histc"}
 # The device's own name of an op says nothing on the CPU.
 _aten = torch.ops.aten
 _SAME_AS: dict[OpOverload, OpOverload] = {_aten.convolution_overrideable.default: _aten.convolution.default}
+# Gradients that may be asked about: their kernels compare dtypes and sizes before they read.
+_SOFTMAX_BACKWARD = {_aten._softmax_backward_data.default, _aten._log_softmax_backward_data.default}
 _GROUP_NORM = _aten.native_group_norm.default
 # The CPU's kernel ignores the strides of ``out=``, so it may write past the end of what has others.
 _MISPLACING = {_aten.avg_pool3d.out, _aten.narrow_copy.out}
@@ -59,9 +61,10 @@ _MISPLACING = {_aten.avg_pool3d.out, _aten.narrow_copy.out}
 _INNER_ASKED = (
     "_adaptive_avg_pool", "_cdist_forward", "_foreach_", "_index_put_impl_", "_linalg_", "_log_softmax",
     "_native_batch_norm_legit", "_pdist_forward", "_prelu_kernel", "_softmax", "_to_copy",
+    "_upsample_",
 )  # fmt: skip
 _TRUSTING = re.compile(
-    r"backward|mkldnn|onednn|cudnn|miopen|quantize|fbgemm|lstm|gru|rnn|lu_solve|lu_unpack|ldl_|ormqr|householder|"
+    r"backward|mkldnn|onednn|cudnn|miopen|quantize|fbgemm|lstm|gru|rnn|lu_solve|lu_unpack|ldl_solve|householder|"
     r"unpool|fractional|segment_reduce|embedding_bag|ctc|histogramdd|sparse|nested|jagged|fft_"
 )
 _TYPES = re.compile(r"type|bool|complex|integ|float|long|double|half|byte|\bint", re.IGNORECASE)
@@ -146,6 +149,8 @@ def may_be_asked(name: str) -> bool:
 
 def _is_sound(op: OpOverload, values: Values) -> bool:
     """Return whether the CPU can be asked about a call: the kernels of some norms do not look whether sizes fit."""
+    if op in _SOFTMAX_BACKWARD:
+        return bool(values[0].shape != values[1].shape or values[0].dtype != values[1].dtype)
     if op.namespace != "aten" or not may_be_asked(op._schema.name.removeprefix("aten::")):
         return False
     name, x = op._schema.name, values[0] if values else None

@@ -157,6 +157,10 @@ def arange(
     ):
         # How many steps of a fraction there are, and whether any, differs from dtype to dtype: as the CPU has it.
         return wrap(array_from_cpu(torch.arange(start, end, step, dtype=dtype, device="cpu")), dtype)
+    if dtype is not None and _is_uncountable(dtype):
+        torch.arange(
+            start, end, step, dtype=dtype, device="cpu"
+        )  # raises: torch has no kernel for this dtype
     shadow = torch.ops.aten.arange.start_step(start, end, step, dtype=dtype, device="meta")
     whole = type(start) is int and step == 1 and not shadow.is_floating_point()
     if mode.current.lazy and whole and not is_tracing():
@@ -164,6 +168,10 @@ def arange(
         counted = count_up(0, shadow.shape[0], 1, dtype=shadow.dtype, device=_DEVICE)
         return counted.add_(start) if start else counted
     return _counted(shadow.shape[0], start, step, shadow.dtype)
+
+
+def _is_uncountable(dtype: torch.dtype) -> bool:
+    return dtype is torch.bool or dtype.is_complex
 
 
 def _counted(length: int, start: Any, step: Any, dtype: torch.dtype) -> Tensor:
@@ -191,6 +199,10 @@ def range_(
     """Return the numbers from ``start`` to ``end``, which torch's old ``range`` includes."""
     check_device(device)
     dtype = dtype or torch.get_default_dtype()
+    if _is_uncountable(dtype):
+        torch.ops.aten.range.default(
+            0, 1, dtype=dtype, device="cpu"
+        )  # raises: torch has no kernel for this dtype
     if step == 0:
         raise RuntimeError("step must be nonzero")
     if not (math.isfinite(start) and math.isfinite(end)):

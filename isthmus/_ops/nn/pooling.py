@@ -231,6 +231,8 @@ _avg_pools(3, aten.avg_pool3d.default, aten.avg_pool3d_backward.default)
 def _unpool(op: Any, n: int, names: tuple[str, ...]) -> None:
     def lowered(**values: Any) -> Array:
         x, indices, size = values["self"], values["indices"], values["output_size"]
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise Unsupported(f"torch has no kernel for {x.dtype} and says so")
         rows, area = math.prod(x.shape[:-n]), math.prod(size)
         flat = indices.reshape(rows, math.prod(x.shape[-n:]))
         require(
