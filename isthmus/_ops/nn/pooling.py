@@ -124,6 +124,8 @@ def _max_pool_backward(n: int, op: Any) -> None:
         indices: Array,
     ) -> Array:
         """Each window's gradient, added where its maximum was."""
+        if not jnp.issubdtype(self.dtype, jnp.floating):
+            raise Unsupported(f"torch has no kernel for {self.dtype} and says so")
         return scatter_grad(grad_output, self, indices, n)
 
 
