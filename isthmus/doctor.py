@@ -39,7 +39,7 @@ def examine() -> Report:
         if not any(fault[0] in problem for problem in report.problems):
             report.problem("jax", fault[0])
         return report
-    for examination in (_devices, _registry, _smoke, _private_names):
+    for examination in (_devices, _registry, _smoke, _patches, _private_names):
         _guarded(report, examination)
     return report
 
@@ -103,6 +103,14 @@ def _registry(report: Report) -> None:
         report.say("refused", reason)
     if not changed:
         report.say("refused", "none: every lowering fits this torch")
+
+
+def _patches(report: Report) -> None:
+    # After the smoke run, whose first tensor applies most rows of the table.
+    from isthmus._device.torch_glue import patches
+
+    for line in patches.report():
+        report.say("patches", line)
 
 
 def _private_names(report: Report) -> None:

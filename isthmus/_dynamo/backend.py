@@ -28,7 +28,7 @@ from isthmus._dynamo.private import (
 )
 from isthmus._dynamo.program import Program
 from isthmus._dynamo.random import key_random_nodes
-from isthmus._dynamo.refusals import Refused, refuses_a_write, views_bytes_as_booleans
+from isthmus._dynamo.refusals import Refused, refuses_a_write, writes_bytes_as_booleans
 
 _numbers = itertools.count()
 keep_optimizer_steps_on_device()
@@ -51,7 +51,7 @@ def isthmus(
     chosen = parse(options)
     if refuses_a_write(module.graph):
         return module.forward  # op by op, to raise in torch's words where the call is made
-    if views_bytes_as_booleans(module.graph):
+    if writes_bytes_as_booleans(module.graph):
         return module.forward  # op by op, where bytes beside those that are written stay as they are
     number = next(_numbers)
     alone: list[Clusters] = []

@@ -8,6 +8,7 @@ op by op, and the device raises as it does without ``torch.compile``; so a doubt
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -151,14 +152,62 @@ def _refused(node: Node) -> bool:
     return cpu_refusals.refuses(call, values)
 
 
-def views_bytes_as_booleans(graph: Graph) -> bool:
-    """Return whether a graph of Dynamo's views a tensor of another dtype as booleans.
+def writes_bytes_as_booleans(graph: Graph) -> bool:
+    """Return whether a graph of Dynamo's views a tensor of another dtype as booleans, and may write through the view.
 
-    AOTAutograd writes through such a view by making all of it anew, and XLA's booleans have no bytes but 0 and 1.
+    AOTAutograd writes through a view by computing the viewed tensor anew, and XLA's booleans have no bytes but 0 and 1:
+    bytes beside those written would change. Bytes that are read back from the booleans would, too. A graph that only
+    reads booleans is compiled; a node that takes booleans counts as a write unless torch's naming says otherwise.
     """
-    for node in graph.nodes:
-        if torch.bool in (*node.args, *node.kwargs.values()) and "view" in str(node.target):
-            source = node.args[0].meta.get("example_value") if isinstance(node.args[0], Node) else None
-            if not isinstance(source, Tensor) or source.dtype != torch.bool:
-                return True
-    return False
+    views = [node for node in graph.nodes if _is_dtype_view(node)]
+    if not any([_dtype_argument(node) is torch.bool for node in views]):
+        return False
+    back = any([_dtype_argument(node) is not torch.bool and _takes_booleans(node) for node in views])
+    return back or any([_takes_booleans(node) and not _is_pure(node) for node in graph.nodes])
+
+
+def _is_dtype_view(node: Node) -> bool:
+    dtype = _dtype_argument(node)
+    return "view" in str(node.target) and dtype is not None and dtype not in _dtypes(node)
+
+
+def _dtype_argument(node: Node) -> torch.dtype | None:
+    return next((v for v in (*node.args, *node.kwargs.values()) if isinstance(v, torch.dtype)), None)
+
+
+def _takes_booleans(node: Node) -> bool:
+    return not {torch.bool, None}.isdisjoint(_dtypes(node))
+
+
+def _dtypes(node: Node) -> list[torch.dtype | None]:
+    """Return the dtypes of a node's inputs; None for an input that is no tensor or of which Dynamo has no example."""
+    examples = [given.meta.get("example_value") for given in node.all_input_nodes]
+    return [getattr(example, "dtype", None) for example in examples]
+
+
+# What Dynamo writes for x[i] = y and x &= y.
+_WRITING_OPERATORS = {
+    operator.setitem, operator.delitem, operator.iadd, operator.iand, operator.ifloordiv, operator.ilshift,
+    operator.imatmul, operator.imod, operator.imul, operator.ior, operator.ipow, operator.irshift, operator.isub,
+    operator.itruediv, operator.ixor,
+}  # fmt: skip
+
+
+def _is_pure(node: Node) -> bool:
+    """Return whether torch's naming shows that a node of Dynamo's writes to none of its inputs."""
+    if node.op in ("placeholder", "get_attr", "output"):
+        return True
+    if isinstance(node.target, OpOverload):
+        return not node.target._schema.is_mutable
+    if node.op not in ("call_function", "call_method") or node.kwargs.get("out") is not None:
+        return False
+    name, module = _name(node), getattr(node.target, "__module__", None) or ""
+    if module == "_operator":
+        return node.target not in _WRITING_OPERATORS
+    if name.endswith("_") and not name.endswith("__"):
+        return False
+    # torch.nn.functional.relu(x, True) writes to x.
+    if node.kwargs.get("inplace") or (module == "torch.nn.functional" and True in node.args):
+        return False
+    # Methods with the names of operators: some write (__setitem__, __iand__), and Dynamo rarely leaves any.
+    return bool(name) and not name.startswith("__") and _is_torchs(node)

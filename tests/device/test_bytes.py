@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
 import isthmus
+from isthmus._dynamo.backend import isthmus as compile_graph
+from isthmus._dynamo.refusals import writes_bytes_as_booleans
 from tests.support import in_mode
 
 DTYPES = [
@@ -198,3 +202,45 @@ def test_a_compiled_write_through_booleans_leaves_the_bytes_beside_it(dtype: tor
     compiled = torch.compile(write, backend="isthmus")
     assert compiled(on_device).tolist() == write(data).tolist() == [1, 5, 3]
     assert on_device.tolist() == [1, 5, 3]
+
+
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "where": lambda data: torch.where(data.view(torch.bool), data, data + 1),
+    "operators": lambda data: ~data.view(torch.bool) & (data > 3),
+    "any": lambda data: data.view(torch.bool).any(dim=0, keepdim=True),
+    "index": lambda data: data.view(torch.bool)[1:].float().relu_().sum(),
+    "a write elsewhere": lambda data: data.view(torch.bool).to(torch.int32).add_(3),
+    "the view itself": lambda data: data.view(torch.bool),
+}
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "operator": lambda data: operator.iand(data.view(torch.bool)[:1], torch.ones_like(data[:1]).bool()),
+    "method": lambda data: data.view(torch.bool)[1:].logical_not_(),
+    "item": lambda data: data.view(torch.bool).__setitem__(0, True),
+    "out": lambda data: torch.logical_not(data[:1] > 0, out=data.view(torch.bool)[:1]),
+    "read back": lambda data: data.view(torch.bool)[1:].view(torch.uint8) + 0,
+}
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("name", [*READS, *WRITES])
+def test_a_compiled_function_of_bytes_viewed_as_booleans(name: str) -> None:
+    """Only one that writes through the view, or reads its bytes back, runs op by op."""
+    function = (READS | WRITES)[name]
+    data = torch.tensor([7, 5, 0, 3], dtype=torch.uint8)
+    on_device = data.to("jax")
+    refused: list[bool] = []
+
+    def backend(module: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        refused.append(writes_bytes_as_booleans(module.graph))
+        return compile_graph(module, inputs)
+
+    got, want = torch.compile(function, backend=backend)(on_device), function(data)
+    assert refused == [name in WRITES]
+    assert on_device.tolist() == data.tolist()
+    if want is None:
+        return
+    assert got.dtype == want.dtype
+    assert got.tolist() == want.tolist()
+    if name == "the view itself":
+        got[1:2].logical_not_()  # the bytes beside it stay
+        assert on_device.tolist() == [7, 0, 0, 3]

@@ -95,6 +95,20 @@ REFUSED: dict[str, Callable[[Make], Any]] = {
     "quantile of integers": lambda z: torch.quantile(z(3, dtype=i32), 0.5),
     "quantile of another dtype": lambda z: torch.quantile(z(3), z((), dtype=f64)),
     "quantile of nothing": lambda z: torch.quantile(z(0), 0.5),
+    "arange of booleans": lambda z: torch.arange(3, out=z(3, dtype=boolean)),
+    "range of complex numbers": lambda z: torch.range(0, 3, dtype=c64, device=z(1).device),
+    "hann_window of complex numbers": lambda z: torch.hann_window(4, dtype=c64, device=z(1).device),
+    "max_unpool2d of integers": lambda z: F.max_unpool2d(z(1, 2, 2, dtype=i64), z(1, 2, 2, dtype=i64), 2),
+    "fractional_max_pool2d of complex numbers": lambda z: F.fractional_max_pool2d(
+        z(1, 1, 4, 4, dtype=c64), 2, output_size=2, _random_samples=z(1, 1, 2, dtype=c64)
+    ),
+    "_softmax_backward_data": lambda z: torch._softmax_backward_data(z(3), z(3, dtype=f64), 0, f64),
+    "_softmax_backward_data of other sizes": lambda z: torch._softmax_backward_data(
+        z(1, 3), z(3), 0, torch.float32
+    ),
+    "segment_reduce by bytes": lambda z: torch.segment_reduce(z(3), "sum", lengths=z(3, dtype=u8)),
+    "out of ldl_factor": lambda z: torch.linalg.ldl_factor(z(2, 2), out=(z(2, 2), z(2))),
+    "out of ormqr": lambda z: torch.ormqr(z(2, 2), z(2), z(2, 2), out=z(2, 2, dtype=f64)),
     "nanquantiles": lambda z: torch.nanquantile(z(3), z(2) - 1),
 }
 

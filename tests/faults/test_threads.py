@@ -285,3 +285,30 @@ def test_a_value_check_that_fails_is_made_once_and_leaves_the_target() -> None:
             at_once(lambda: x.index_fill_(0, index, 1.0)) if threaded else x.index_fill_(0, index, 1.0)
         assert caught.value.__context__ is None
         assert x.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("fails", [1, 15])
+def test_an_interrupt_is_not_lost_while_results_are_bound(fails: int) -> None:
+    """The step is done, and the interrupt goes on in place of the error that the caller has at hand."""
+    tries: list[int] = []
+
+    def step() -> None:
+        tries.append(1)
+        if len(tries) <= fails:
+            raise KeyboardInterrupt if len(tries) == 1 else ValueError
+
+    with pytest.raises(KeyboardInterrupt):
+        donation.finish(step)
+    assert len(tries) == fails + 1
+
+
+def test_a_step_that_always_fails_raises_its_error() -> None:
+    tries: list[int] = []
+
+    def commit(outputs: Any) -> None:
+        tries.append(outputs)
+        raise ValueError("a mistake in a commit")
+
+    with pytest.raises(ValueError, match="a mistake in a commit"):
+        donation.run(lambda x: x + 1, [1], commit)
+    assert tries == [2] * 17  # once by itself, and as often as it could have been interrupted

@@ -42,6 +42,8 @@ _SPARSE = {"sparse.sampled_addmm", "sparse.mm", "sparse.mm.reduce", "to_sparse"}
 _UNSAFE = {"as_strided", "as_strided.partial_views", "as_strided_scatter", "lu_unpack", "lu_solve"}
 _UNSAFE |= {"linalg.lu_solve", "linalg.ldl_solve", "nn.functional.avg_pool3d", "narrow_copy"}
 _UNSAFE |= {"_native_batch_norm_legit", "_batch_norm_with_update", "native_batch_norm"}
+# These read out of bounds for one change alone, and end the process: offsets of more rows than there are.
+_UNSAFE_CHANGES = {("_segment_reduce.offsets", "size")}
 _SAMPLES = 12
 CHUNK = 200
 CALLS = 20_000
@@ -370,7 +372,7 @@ def prepare(call: Call) -> Prepared | None:
     """Return a call on the CPU, or None where its sample cannot be changed so."""
     op = entries()[call.op]
     made = _samples(call.op, call.dtype)
-    if not made:
+    if not made or (call.op, call.change) in _UNSAFE_CHANGES:
         return None
     seed = zlib.crc32(str(call).encode())
     torch.manual_seed(seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -56,6 +57,19 @@ def test_doctor_lists_what_was_refused_and_switched_off_without_failing(
     said = capsys.readouterr().out
     assert "refused        aten.toy.default lost an argument" in said
     assert "switched off   fast_call: calls take longer (TypeError: no)" in said
+
+
+def test_doctor_lists_skipped_patches_without_failing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from isthmus._device.torch_glue import patches
+
+    patch = patches.Patch("torch.Tensor", "no_such_name", patches.TENSOR, "it shows what is lost")
+    monkeypatch.setitem(patches.skipped, patch, "no attribute")
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^patches +.*\d+ since the first tensor", said, re.MULTILINE)
+    assert "patches        skipped torch.Tensor.no_such_name: no attribute (it shows what is lost)" in said
 
 
 def test_doctor_tells_a_release_that_was_not_checked(

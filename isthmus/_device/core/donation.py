@@ -177,11 +177,21 @@ def run(
 
 
 def finish(step: Callable[[], Any]) -> None:
-    """Do a step that must be done whatever is raised meanwhile, by beginning it again."""
+    """Do a step that must be done whatever is raised meanwhile, by beginning it again.
+
+    The caller raises the error that it has at hand. So an interrupt (Ctrl-C, ``sys.exit`` in a signal handler) that
+    came during the step is raised from here once the step is done: the caller's error would take its place. A step that
+    always fails raises its own error after ``_ATTEMPTS`` tries.
+    """
+    interrupt: BaseException | None = None
     for attempt in range(_ATTEMPTS):
         try:
             step()
-            return
-        except BaseException:
+            break
+        except BaseException as error:
             if attempt == _ATTEMPTS - 1:
                 raise
+            if not isinstance(error, Exception):
+                interrupt = error
+    if interrupt is not None:
+        raise interrupt

@@ -101,6 +101,10 @@ def empty_strided(
     check_device(device)
     size, stride = tuple(size), tuple(stride)
     dtype = dtype or torch.get_default_dtype()
+    if min(*size, *stride, 0, 0) < 0:
+        torch.empty_strided(
+            size, stride, dtype=dtype, device="cpu"
+        )  # raises: torch has no negative sizes and strides
     if mode.current.lazy and not is_tracing() and stride == contiguous_strides(size):
         return kernel_for(torch.ops.aten.zeros.default)(size, dtype=dtype, device=_DEVICE)
     return wrap_strided(zeros(storage_shape(size, stride), to_jax_dtype(dtype)), size, stride, dtype)
@@ -157,6 +161,10 @@ def arange(
     ):
         # How many steps of a fraction there are, and whether any, differs from dtype to dtype: as the CPU has it.
         return wrap(array_from_cpu(torch.arange(start, end, step, dtype=dtype, device="cpu")), dtype)
+    if dtype is not None and _is_uncountable(dtype):
+        torch.arange(
+            start, end, step, dtype=dtype, device="cpu"
+        )  # raises: torch has no kernel for this dtype
     shadow = torch.ops.aten.arange.start_step(start, end, step, dtype=dtype, device="meta")
     whole = type(start) is int and step == 1 and not shadow.is_floating_point()
     if mode.current.lazy and whole and not is_tracing():
@@ -164,6 +172,10 @@ def arange(
         counted = count_up(0, shadow.shape[0], 1, dtype=shadow.dtype, device=_DEVICE)
         return counted.add_(start) if start else counted
     return _counted(shadow.shape[0], start, step, shadow.dtype)
+
+
+def _is_uncountable(dtype: torch.dtype) -> bool:
+    return dtype is torch.bool or dtype.is_complex
 
 
 def _counted(length: int, start: Any, step: Any, dtype: torch.dtype) -> Tensor:
@@ -191,6 +203,10 @@ def range_(
     """Return the numbers from ``start`` to ``end``, which torch's old ``range`` includes."""
     check_device(device)
     dtype = dtype or torch.get_default_dtype()
+    if _is_uncountable(dtype):
+        torch.ops.aten.range.default(
+            0, 1, dtype=dtype, device="cpu"
+        )  # raises: torch has no kernel for this dtype
     if step == 0:
         raise RuntimeError("step must be nonzero")
     if not (math.isfinite(start) and math.isfinite(end)):
@@ -205,11 +221,15 @@ def arange_end(end: Any, **options: Any) -> Tensor:
     return arange(0, end, **options)
 
 
-def _writing(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a factory's ``out=`` form: made in the dtype of ``out``, which is resized if it must be."""
+def _writing(make: Callable[..., Tensor], flat: bool = False) -> Callable[..., Tensor]:
+    """Return a factory's ``out=`` form: made in the dtype of ``out``, which is resized if it must be.
+
+    A ``flat`` factory writes its numbers into an ``out`` of any shape that has room for exactly so many.
+    """
 
     def write(*args: Any, out: Tensor, **options: Any) -> Tensor:
-        return write_out(out, make(*args, **options, dtype=out.dtype, device=out.device))
+        made = make(*args, **options, dtype=out.dtype, device=out.device)
+        return write_out(out, made.view(out.shape) if flat and made.numel() == out.numel() else made)
 
     return write
 
@@ -236,7 +256,7 @@ def as_strided_scatter(
 def _spaced_out_forms() -> dict[str, Callable[..., Tensor]]:
     overloads = ("", "Tensor_Tensor_", "Tensor_Scalar_", "Scalar_Tensor_")
     makers: dict[str, Any] = {"linspace": torch.linspace, "logspace": torch.logspace}
-    return {f"{name}.{o}out": _writing(make) for name, make in makers.items() for o in overloads}
+    return {f"{name}.{o}out": _writing(make, flat=True) for name, make in makers.items() for o in overloads}
 
 
 KERNELS = {
@@ -249,8 +269,8 @@ KERNELS = {
     "arange": arange_end,
     "arange.start": arange,
     "arange.start_step": arange,
-    "arange.start_out": _writing(arange),
-    "range.out": _writing(range_),
+    "arange.start_out": _writing(arange, flat=True),
+    "range.out": _writing(range_, flat=True),
     "eye.out": _writing(torch.eye),
     "eye.m_out": _writing(torch.eye),
     **_spaced_out_forms(),

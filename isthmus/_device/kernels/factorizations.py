@@ -42,6 +42,8 @@ def linalg_slogdet(A: Tensor) -> Any:
 def _tall(A: Tensor, b: Tensor, driver: str | None) -> bool:
     """Return whether this is a sound call whose residuals are there only if the matrix has full rank."""
     fits = 0 <= A.dim() - b.dim() <= 1 and A.dtype == b.dtype and (A.is_floating_point() or A.is_complex())
+    if A.dim() > b.dim() > 1 and b.shape != A.shape[:-1]:
+        return False  # torch takes b for a matrix there
     return driver in ("gelsd", "gelss") and A.dim() >= 2 and fits and A.size(-2) > A.size(-1)
 
 

@@ -67,6 +67,10 @@ def linalg_lstsq(
             "whether there are residuals depends on the rank"
         )  # see _device/kernels/factorizations.py
     vector = self.ndim - b.ndim == 1
+    if vector and b.ndim > 1 and b.shape != self.shape[:-1]:
+        raise Unsupported(
+            "a batch of one matrix: torch takes b for a matrix, and repeats the answer once per row of b"
+        )
     a, target = broadcast_batch(self, b[..., None] if vector else b)
     if driver == "gels":
         return _answer_full_rank(a, target, vector)

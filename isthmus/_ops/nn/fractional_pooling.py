@@ -14,6 +14,7 @@ from isthmus._graph.names import aten
 from isthmus._ops.common import accumulation_dtype, cast
 from isthmus._ops.nn.pooling import better, scatter_grad
 from isthmus._ops.registry import lowering
+from isthmus.errors import Unsupported
 
 Array = Any
 _NOWHERE = np.iinfo(np.int32).max
@@ -60,6 +61,8 @@ def _file(n: int, op: Any, backward: Any, order: Sequence[int]) -> None:
         self: Array, kernel_size: list[int], output_size: list[int], random_samples: Array
     ) -> tuple[Array, Array]:
         """The largest element of each window and its place in the flattened spatial dims."""
+        if jnp.issubdtype(self.dtype, jnp.complexfloating):
+            raise Unsupported("torch has no kernel for complex numbers, which have no order, and says so")
         lead, planes = self.shape[:-n], math.prod(self.shape[:-n])
         shape = (*lead, *output_size)
         if 0 in shape:

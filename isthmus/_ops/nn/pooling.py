@@ -124,6 +124,8 @@ def _max_pool_backward(n: int, op: Any) -> None:
         indices: Array,
     ) -> Array:
         """Each window's gradient, added where its maximum was."""
+        if not jnp.issubdtype(self.dtype, jnp.floating):
+            raise Unsupported(f"torch has no kernel for {self.dtype} and says so")
         return scatter_grad(grad_output, self, indices, n)
 
 
@@ -231,6 +233,8 @@ _avg_pools(3, aten.avg_pool3d.default, aten.avg_pool3d_backward.default)
 def _unpool(op: Any, n: int, names: tuple[str, ...]) -> None:
     def lowered(**values: Any) -> Array:
         x, indices, size = values["self"], values["indices"], values["output_size"]
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise Unsupported(f"torch has no kernel for {x.dtype} and says so")
         rows, area = math.prod(x.shape[:-n]), math.prod(size)
         flat = indices.reshape(rows, math.prod(x.shape[-n:]))
         require(

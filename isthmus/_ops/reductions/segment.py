@@ -37,6 +37,8 @@ class _Segments:
         if not jnp.issubdtype(data.dtype, jnp.floating):
             raise Unsupported(f"torch reduces no segments of {data.dtype}")
         given: Any = offsets if lengths is None else lengths
+        if given.dtype not in (jnp.int32, jnp.int64):
+            raise Unsupported(f"torch counts no rows in {given.dtype}")
         if axis != given.ndim - 1:
             raise Unsupported("the segments must be of the last dim that lengths or offsets have")
         self.lead, self.rows, self.inner = data.shape[:axis], data.shape[axis], data.shape[axis + 1 :]

@@ -13,6 +13,7 @@ from isthmus._graph.names import aten
 from isthmus._ops.common import Number, accumulation_dtype, cast, divide
 from isthmus._ops.registry import lowering
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
+from isthmus.errors import Unsupported
 
 Array = Any
 
@@ -101,6 +102,8 @@ def arange(start: Any, end: Any, step: Any = 1, dtype: Any = None) -> Array:
     """The numbers from ``start`` to ``end``; torch says how many they are and of which dtype."""
     given = None if dtype is None else to_torch_dtype(dtype)
     shadow = torch.ops.aten.arange.start_step(start, end, step, dtype=given, device="meta")
+    if shadow.dtype is torch.bool or shadow.dtype.is_complex:
+        raise Unsupported(f"torch has no kernel for {shadow.dtype} and says so")
     return count(shadow.shape[0], start, step, to_jax_dtype(shadow.dtype))
 
 

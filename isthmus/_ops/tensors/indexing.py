@@ -138,7 +138,12 @@ def unsafe_masked_index_put_accumulate(self: Array, mask: Array, indices: list[A
     if not self.size:
         return self
     kept = jnp.where(mask, values, jnp.zeros((), values.dtype))
-    place = self.at[_clamped(self, indices)]
+    positions = _clamped(self, indices)
+    shape = jax.eval_shape(lambda x: x[positions], self).shape
+    # JAX casts values, and drops those that an empty index has no place for; torch refuses both.
+    if values.dtype != self.dtype or jnp.broadcast_shapes(shape, kept.shape) != shape:
+        raise Unsupported(f"no values {values.dtype}{kept.shape} for places {self.dtype}{shape}")
+    place = self.at[positions]
     # The sum of bools is whether any holds.
     return place.max(kept) if self.dtype == jnp.bool_ else place.add(kept)
 
