@@ -30,6 +30,8 @@ from isthmus._runtime.user_frames import user_line
 from isthmus.errors import JitError
 
 _UNLIMITED = 2**62
+REASON = "an isthmus.jit function"
+"""Why a graph that was recorded before runs at a call of a jitted function; see ``mode.reason``."""
 Layout = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype]
 
 
@@ -83,7 +85,8 @@ class Capture:
 
     def record(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the function, keep what a replay needs, and return its result."""
-        programs.materialise()
+        with mode.reason(REASON):
+            programs.materialise()
         flat, _ = tree_flatten((args, kwargs))
         self.guard = Guard(self.roots)
         ours = [t for t in flat if _is_ours(t)]
@@ -125,7 +128,8 @@ class Capture:
             except BaseException:
                 # As in eager, what was done before the error is done.
                 mode.current.capture = trace.refusal = None
-                programs.materialise()
+                with mode.reason(REASON):
+                    programs.materialise()
                 raise
             finally:
                 mode.current.lazy, mode.current.capture = lazy, None

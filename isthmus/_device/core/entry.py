@@ -122,7 +122,7 @@ def make_recording_entry(kernel: Kernel, names: dict[str, Any]) -> Callable[...,
         if _trace.owner != _ident():
             _trace.enter(_ident())
         if _trace.size >= _trace.limit:
-            _mode.materialise()"""
+            _mode.materialise(because="the limit on graph size")"""
     scope = {**_scope(kernel), "_plans": kernel.recipes, "_mode": mode.current, "_ident": get_ident, **names}
     return _execute([start, *body], kernel, scope)
 

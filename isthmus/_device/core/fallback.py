@@ -42,7 +42,8 @@ def run(op: OpOverload, values: tuple[Any, ...], reason: str) -> Any:
         raise mode.current.capture.refuse_fallback(op, reason)
     if counters.count_fallback(str(op), reason) and config.fallback == "warn":
         warnings.warn(f"{op} ran on the CPU ({first_line(reason)})", FallbackWarning, stacklevel=3)
-    moved, result = on_cpu(op, values)
+    with mode.reason("a fallback op"):
+        moved, result = on_cpu(op, values)
     originals: dict[int, torch.Tensor] = {}
     before, after = schema.named(values), schema.named(moved)
     for name in schema.mutated:

@@ -10,6 +10,7 @@ import torch
 from torch._ops import OpOverload
 
 from isthmus._device.checks import cpu_refusals, overlap_checks
+from isthmus._device.core import mode
 from isthmus._device.core.buffer import wrap, wrap_strided
 from isthmus._device.core.inference import Warnings
 from isthmus._device.core.plan_cache import Generations
@@ -38,13 +39,14 @@ class SizedKernel:
         """Run one call."""
         arguments = self.schema.bind(args, kwargs)
         values = self.schema.ordered(args, kwargs)
-        try:
-            return self._run(arguments, values)
-        except (IsthmusError, torch.OutOfMemoryError):
-            raise
-        except Exception:
-            cpu_refusals.attempt(self.op, values)  # what the CPU refuses as well is refused in its words
-            raise
+        with mode.reason("a size that depends on values"):
+            try:
+                return self._run(arguments, values)
+            except (IsthmusError, torch.OutOfMemoryError):
+                raise
+            except Exception:
+                cpu_refusals.attempt(self.op, values)  # what the CPU refuses as well is refused in its words
+                raise
 
     def _run(self, arguments: dict[str, Any], values: tuple[Any, ...]) -> Any:
         from isthmus._device.core.transfers import array_of

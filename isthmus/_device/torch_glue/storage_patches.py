@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from isthmus._device.core.mode import reason
 from isthmus._device.torch_glue import patches
 from isthmus._device.torch_glue.private import empty_tensor, hide_from_dynamo
 
@@ -88,7 +89,9 @@ def _host_bytes(storage: Any) -> Any:
     from isthmus._device.core.host_tensors import cpu_from_array
     from isthmus._runtime.dtypes import to_torch_dtype
 
-    found = cpu_from_array(held.value, to_torch_dtype(held.value.dtype)).reshape(-1)
+    with reason("the bytes of a storage"):
+        array = held.value
+    found = cpu_from_array(array, to_torch_dtype(array.dtype)).reshape(-1)
     value_checks.raise_pending()
     return found.view(torch.uint8) if found.numel() else torch.empty(0, dtype=torch.uint8)
 
@@ -105,7 +108,8 @@ def _clone(storage: Any) -> Any:
 
     made: Any = from_bytes(None)
     # Arrays never change, so the copy shares the value until either side is written.
-    made._buffer = Buffer(held.value, held.signature)
+    with reason("a copy of a storage"):
+        made._buffer = Buffer(held.value, held.signature)
     return made
 
 
@@ -342,7 +346,8 @@ def _dlpack_device(theirs: Callable[..., Any]) -> Callable[..., Any]:
             return theirs(self)
         from isthmus._device.core.buffer import buffer_of
 
-        return buffer_of(self).value.__dlpack_device__()
+        with reason("DLPack"):
+            return buffer_of(self).value.__dlpack_device__()
 
     return _as("__dlpack_device__", theirs, __dlpack_device__)
 
@@ -356,7 +361,9 @@ def _export(tensor: Any, options: dict[str, Any]) -> Any:
     from isthmus._device.core.host_tensors import copied
     from isthmus._device.core.transfers import array_of
 
-    return copied(array_of(tensor)).__dlpack__(**options)
+    with reason("DLPack"):
+        array = array_of(tensor)
+    return copied(array).__dlpack__(**options)
 
 
 def _printing(theirs: Callable[..., Any]) -> Callable[..., Any]:
@@ -364,6 +371,8 @@ def _printing(theirs: Callable[..., Any]) -> Callable[..., Any]:
         """Return the elements as text; a "jax" tensor crosses to the host once instead of op by op."""
         if self.is_cpu or self.device.type != "jax" or contents(self.untyped_storage()) is None:
             return theirs(self, indent)
-        return theirs(self.detach().cpu(), indent)
+        with reason("print"):
+            shown = self.detach().cpu()
+        return theirs(shown, indent)
 
     return _tensor_str
