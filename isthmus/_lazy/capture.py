@@ -400,9 +400,9 @@ class Capture:
         for at, n, kind, target in self.writes:
             value = found[at]
             if kind == "buffer":
-                target.held = value
+                target.bind(value)
             elif kind == "argument":
-                _buffer(flat[target]).held = value
+                _buffer(flat[target]).bind(value)
                 touched += [] if flat[target].is_inference() else [flat[target]]
             else:
                 new[n] = Buffer(value, target)

@@ -15,9 +15,9 @@ import torch
 
 from isthmus._device.checks.value_checks import Conditions
 from isthmus._device.core import decompose, strided
-from isthmus._device.core.plan import random_key
+from isthmus._device.core.generator import random_key
 from isthmus._device.core.resident_state import Packing
-from isthmus._device.core.slots import flatten
+from isthmus._graph.arguments import flatten
 from isthmus._graph.graph import Graph, arguments_of, evaluate
 from isthmus._graph.nodes import Call, Leaf, Node
 from isthmus._lazy.trace import Trace

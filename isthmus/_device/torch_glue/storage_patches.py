@@ -18,7 +18,7 @@ import torch
 
 from isthmus._device.core.mode import reason
 from isthmus._device.torch_glue import patches
-from isthmus._device.torch_glue.private import empty_tensor, hide_from_dynamo
+from isthmus._device.torch_glue.private import contents, empty_tensor, hide_from_dynamo, set_contents
 
 Storage = torch.UntypedStorage
 
@@ -37,15 +37,10 @@ class Bytes:
         return int(self.data.nbytes)
 
 
-def contents(storage: Any) -> Any:
-    """Return what a "jax" storage holds, a Buffer or Bytes; None for any other storage."""
-    return getattr(storage, "_buffer", None)
-
-
 def from_bytes(data: Any) -> Storage:
     """Return a new "jax" storage of these bytes, kept on the host until a tensor says what dtype they are."""
     storage = empty_tensor((0,), torch.uint8).untyped_storage()
-    storage._buffer = Bytes(data)  # type: ignore[attr-defined]
+    set_contents(storage, Bytes(data))
     return storage
 
 
@@ -56,14 +51,14 @@ def give_dtype(storage: Any, dtype: torch.dtype, size: Any, stride: Any) -> None
     from isthmus._runtime.dtypes import to_jax_dtype
     from isthmus._runtime.host_arrays import from_numpy
 
-    data = storage._buffer.data
+    data = contents(storage).data
     if data.nbytes % dtype.itemsize == 0:
         data = data.view(to_jax_dtype(dtype))
     shape = storage_shape(tuple(size), tuple(stride)) if len(size) == len(stride) else ()
     if torch.Size(shape).numel() == data.size:
         data = data.reshape(shape)
     array = from_numpy(data)
-    storage._buffer = Buffer(array, Signature.of(array))
+    set_contents(storage, Buffer(array, Signature.of(array)))
 
 
 def _nbytes(storage: Any) -> int:
@@ -106,11 +101,11 @@ def _clone(storage: Any) -> Any:
         return from_bytes(held.data)
     from isthmus._device.core.buffer import Buffer
 
-    made: Any = from_bytes(None)
+    clone = from_bytes(None)
     # Arrays never change, so the copy shares the value until either side is written.
     with reason("a copy of a storage"):
-        made._buffer = Buffer(held.value, held.signature)
-    return made
+        set_contents(clone, Buffer(held.value, held.signature))
+    return clone
 
 
 def _copy_(storage: Any, source: Any, non_blocking: bool | None = None) -> Any:
@@ -180,7 +175,9 @@ def _swap_data_ptr_(storage: Any, other: Any) -> None:
         raise RuntimeError(
             f"_swap_data_ptr_: storages must have the same nbytes or one must have 0, got {sizes[0]} and {sizes[1]}"
         )
-    storage._buffer, other._buffer = other._buffer, storage._buffer
+    ours, theirs = contents(storage), contents(other)
+    set_contents(storage, theirs)
+    set_contents(other, ours)
 
 
 def _refuse(storage: Any, *args: Any, **kwargs: Any) -> Any:
@@ -229,6 +226,7 @@ def install() -> None:
 
 def _storage_method(theirs: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Return torch's method with a way for "jax" storages, in the form that costs other storages least."""
+    # Each form reads the attribute that ``private.contents`` reads: a call of ours would double what others pay.
     ours = _METHODS[name]
     if name == "__len__":
         theirs = Storage.nbytes  # the same number, by a shorter way than through the slot
