@@ -31,7 +31,7 @@ def set_mode(name: str) -> None:
     Other threads keep their modes; ``ISTHMUS_MODE`` is the mode that every thread begins with.
     ``isthmus.config.mode = name`` does the same.
     """
-    from isthmus._device.core.mode import current
+    from isthmus._device.core.mode import current, reason
     from isthmus.errors import ConfigError
 
     if name not in ("eager", "lazy"):
@@ -45,7 +45,8 @@ def set_mode(name: str) -> None:
     if name == "eager" and leaving:
         from isthmus._device.checks import value_checks
 
-        sync()
+        with reason("set_mode()"):
+            sync()
         value_checks.raise_pending()
 
 
@@ -63,19 +64,23 @@ def begin(name: str) -> None:
 @contextlib.contextmanager
 def lazy() -> Iterator[None]:
     """Record ops inside this block; on leaving it, what was recorded and is still needed has run."""
+    from isthmus._device.core.mode import reason
+
     before = mode()
     set_mode("lazy")
     try:
         yield
     finally:
-        set_mode(before)
+        with reason("the end of a lazy block"):
+            set_mode(before)
 
 
 def sync(wait: bool = False) -> None:
     """Run what lazy mode has recorded; the call returns while the device computes unless it is to ``wait``."""
-    from isthmus._device.core.mode import current
+    from isthmus._device.core.mode import current, reason
 
-    current.materialise()
+    with reason("sync()"):
+        current.materialise()
     if wait:
         import torch
 

@@ -12,7 +12,7 @@ import torch
 
 from isthmus._device.checks import value_checks
 from isthmus._device.core import donation
-from isthmus._device.core.buffer import Buffer
+from isthmus._device.core.buffer import Buffer, buffer_of
 from isthmus._device.core.resident_state import Residence
 from isthmus._device.core.slots import TensorSlot
 from isthmus._dynamo import compile_log, dlpack
@@ -113,7 +113,9 @@ class Run:
     def _inputs(self, sources: list[Any]) -> list[Any]:
         """Return the arrays of sources."""
         if self.plain and not donation.threaded():
-            return [*map(_HELD, sources)]
+            inputs = [*map(_HELD, sources)]
+            if not donation.is_unready(inputs):
+                return inputs
         return [source.value if isinstance(source, Buffer) else source for source in sources]
 
     def _residence(self, sources: list[Any]) -> Residence:
@@ -139,7 +141,7 @@ def _rebinder(places: list[int], slots: list[Any], here: bool) -> Callable[[list
     def rebind(args: list[Any], outputs: Sequence[Any]) -> None:
         targets = [args[at] for at in places]
         for target, value in zip(targets, outputs, strict=False):
-            target.untyped_storage()._buffer.held = value  # type: ignore[attr-defined]
+            buffer_of(target).bind(value)
         if not targets[0].is_inference():
             torch.autograd.graph.increment_version(targets)
 
@@ -147,7 +149,7 @@ def _rebinder(places: list[int], slots: list[Any], here: bool) -> Callable[[list
         for at, slot, value in zip(places, slots, outputs, strict=False):
             target = args[at]
             if target.device.type == "jax":
-                target.untyped_storage()._buffer.held = value
+                buffer_of(target).bind(value)
                 torch.autograd.graph.increment_version(target)
                 continue
             with torch.no_grad():

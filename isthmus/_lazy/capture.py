@@ -30,6 +30,8 @@ from isthmus._runtime.user_frames import user_line
 from isthmus.errors import JitError
 
 _UNLIMITED = 2**62
+REASON = "an isthmus.jit function"
+"""Why a graph that was recorded before runs at a call of a jitted function; see ``mode.reason``."""
 Layout = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype]
 
 
@@ -84,7 +86,8 @@ class Capture:
 
     def record(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the function, keep what a replay needs, and return its result."""
-        programs.materialise()
+        with mode.reason(REASON):
+            programs.materialise()
         flat, _ = tree_flatten((args, kwargs))
         self.guard = Guard(self.roots)
         ours = [t for t in flat if _is_ours(t)]
@@ -126,7 +129,8 @@ class Capture:
             except BaseException:
                 # As in eager, what was done before the error is done.
                 mode.current.capture = trace.refusal = None
-                programs.materialise()
+                with mode.reason(REASON):
+                    programs.materialise()
                 raise
             finally:
                 mode.current.lazy, mode.current.capture = lazy, None
@@ -397,9 +401,9 @@ class Capture:
         for at, n, kind, target in self.writes:
             value = found[at]
             if kind == "buffer":
-                target.held = value
+                target.bind(value)
             elif kind == "argument":
-                _buffer(flat[target]).held = value
+                _buffer(flat[target]).bind(value)
                 touched += [] if flat[target].is_inference() else [flat[target]]
             else:
                 new[n] = Buffer(value, target)

@@ -28,6 +28,7 @@ from isthmus._lazy.trace import trace
 from isthmus._ops.value_checks import collecting
 from isthmus._runtime import compiler
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
+from isthmus._runtime.traced_results import shapes_with_extra
 from isthmus._runtime.user_frames import user_line
 
 Values = tuple[Any, ...]
@@ -123,11 +124,9 @@ class Recipe:
         """Return what the tier computes, and whether it requires conditions on values."""
         builder = self.builder
         with compiler.scoped_x64(), collecting():
-            jax.eval_shape(builder.program, *builder.examples)
-        types = [
-            None if r is None else Type(tuple(r.shape), to_torch_dtype(r.dtype)) for r in builder.computed
-        ]
-        return types, bool(builder.errors)
+            _, facts = shapes_with_extra(builder.program, builder.examples)
+        types = [None if r is None else Type(tuple(r.shape), to_torch_dtype(r.dtype)) for r in facts.computed]
+        return types, bool(facts.errors)
 
     def _call(self, results: list[Type | None]) -> Call:
         builder = self.builder

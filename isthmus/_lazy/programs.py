@@ -146,21 +146,24 @@ _caches.register(
 )
 
 
-def materialise(buffer: Buffer | None = None) -> None:
-    """Run everything this thread has recorded, or the thread that recorded a buffer, whose result can still be read."""
+def materialise(buffer: Buffer | None = None, because: str = "") -> None:
+    """Run everything this thread has recorded, or the thread that recorded a buffer, whose result can still be read.
+
+    ``because`` is reported as the cause where no ``mode.reason`` block may say otherwise.
+    """
     forks.check()
     with trace.lock:
         mine = get_ident()
         trace.enter(mine if buffer is None else buffer.recorder)
         try:
-            settle = _materialise()
+            settle = _materialise(because)
         finally:
             trace.enter(mine)
     settle()
     recompile_warnings.warn()
 
 
-def _materialise() -> Callable[[], None]:
+def _materialise(because: str) -> Callable[[], None]:
     """Run the present trace, and return how to check the conditions of its programs."""
     if trace.refusal is not None:
         raise trace.refusal()
@@ -171,7 +174,7 @@ def _materialise() -> Callable[[], None]:
         trace.reset()
         return lambda: None
     try:
-        settle = _run(live)
+        settle = _run(live, because)
     except Exception as error:
         restore(error)
         trace.reset()
@@ -183,10 +186,10 @@ def _materialise() -> Callable[[], None]:
     return settle
 
 
-def _run(live: list[Buffer]) -> Callable[[], None]:
+def _run(live: list[Buffer], because: str) -> Callable[[], None]:
     """Compute what these buffers hold, give them the arrays and empty the trace; return how to check the conditions."""
     wanted = tuple([buffer.held for buffer in live])
-    cause, line = sync_reasons.cause_and_line()
+    cause, line = sync_reasons.cause_and_line(because)
     run = _Run()
     staged = _stages(line, wanted)
 

@@ -38,9 +38,10 @@ from torch._ops import OpOverload
 from isthmus._device.core import decompose, strided
 from isthmus._device.core.buffer import wrap_strided
 from isthmus._device.core.decompose import to_arrays
+from isthmus._device.core.generator import random_key
 from isthmus._device.core.host_tensors import array_from_cpu
-from isthmus._device.core.plan import random_key
-from isthmus._device.core.slots import flatten, store
+from isthmus._device.core.slots import store
+from isthmus._graph.arguments import flatten
 from isthmus._graph.graph import Graph, arguments_of, evaluate, fill
 from isthmus._graph.nodes import Call, Item, Node, Type
 from isthmus._graph.schema import PLACEMENT, schema_of

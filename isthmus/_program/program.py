@@ -40,9 +40,9 @@ from isthmus._graph.nodes import Leaf, Node, Type
 from isthmus._ops.common import Number
 from isthmus._program import evaluate
 from isthmus._runtime import compiler
-from isthmus._runtime.compiler import WithExtra
 from isthmus._runtime.dtypes import to_jax_dtype
 from isthmus._runtime.host_arrays import from_numpy
+from isthmus._runtime.traced_results import separated
 
 Array = jax.Array
 Places = int | tuple[int, ...]
@@ -129,9 +129,10 @@ class CompiledProgram:
         self._packed: dict[torch.dtype, tuple[bytes, Array]] = {}
         count = len(self.packing)
         donated = (*range(count), *[count + at for at in self.donated])
-        self.executable = build(self._trace, self._examples(kinds), donated, options, title)
+        arrays_of, extras = separated(self._trace)
+        self.executable = build(arrays_of, self._examples(kinds), donated, options, title)
         self.call = self.executable.call
-        self.checks = CheckedConditions(*self.executable.extra)
+        self.checks = CheckedConditions(*extras[-1])
 
     def _examples(self, kinds: Mapping[int, Any]) -> list[Any]:
         """Return the shape and dtype of each argument."""
@@ -148,7 +149,7 @@ class CompiledProgram:
         state = [jax.ShapeDtypeStruct(*kind) for kind in self.packing.examples()]
         return [*state, *map(example, self.slots), *[jax.ShapeDtypeStruct(*kind) for kind in rest]]
 
-    def _trace(self, *inputs: Any) -> WithExtra:
+    def _trace(self, *inputs: Any) -> tuple[tuple[Any, ...], tuple[list[Any], list[Node]]]:
         """Compute new state, results and the check code; the errors of the checks and their nodes are extra."""
         left = iter(inputs)
         arrays: dict[int, Array] = self.packing.unpack(left)
@@ -179,9 +180,7 @@ class CompiledProgram:
         code = [run.first_failed(before)] if run.errors else []
         origins = [self.graph.origins.get(node, node) for node in run.nodes]
         # State first: XLA gives donated memory to the first result that fits it.
-        return WithExtra(
-            (*self.packing.pack(outputs), *map(result, self.results), *code), (run.errors, origins)
-        )
+        return (*self.packing.pack(outputs), *map(result, self.results), *code), (run.errors, origins)
 
     def unbundled(self) -> CompiledProgram:
         """Return the same program with every array of its state on its own."""

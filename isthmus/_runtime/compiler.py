@@ -73,19 +73,6 @@ class Executable:
     lowered: Any
     compiled: Any
     seconds: dict[str, float]
-    extra: Any = None
-
-
-@dataclass(frozen=True)
-class WithExtra:
-    """What a function to be compiled may return: its outputs, and something about them that is no array.
-
-    A traced function has no other way to return Python values, such as the errors that go with its value checks;
-    ``build`` hands ``extra`` on in the ``Executable``.
-    """
-
-    outputs: Any
-    extra: Any
 
 
 def compile(function: Function, inputs: Sequence[Any], donate: tuple[int, ...] = ()) -> Function:
@@ -105,18 +92,8 @@ def build(
     """Compile ``function`` for inputs of these shapes, with options for XLA, and keep what can be told about it."""
     forks.check()  # before the lock, which a thread of the parent may have held
     clock = Clock()
-    extras: list[Any] = []
-
-    def outputs(*inputs: Any) -> Any:
-        result = function(*inputs)
-        if not isinstance(result, WithExtra):
-            return result
-        extras.append(result.extra)
-        return result.outputs
-
-    outputs.__name__ = getattr(function, "__name__", "program")  # XLA names its module after it
     with _lock, scoped_x64(), progress.line(title), private.forgetting_callers():
-        traced = jax.jit(outputs, donate_argnums=donate).trace(*jax.tree.map(abstract, list(inputs)))
+        traced = jax.jit(function, donate_argnums=donate).trace(*jax.tree.map(abstract, list(inputs)))
         memory.check(traced.jaxpr.jaxpr)
         options = options(traced) if callable(options) else dict(options or {})
         clock.lap("trace")
@@ -133,9 +110,7 @@ def build(
             executable_cache.save(compiled, lowered, donate, options)
         clock.lap("xla")
     counters.count_compilation(clock.laps)
-    return Executable(
-        private.fast_call(compiled), lowered, compiled, clock.laps, extras[-1] if extras else None
-    )
+    return Executable(private.fast_call(compiled), lowered, compiled, clock.laps)
 
 
 # What XLA calls failures that have nothing to do with the program itself, and so may not happen again.

@@ -11,7 +11,6 @@ from types import FrameType
 import jax
 import torch
 
-RECORDER = "<isthmus entry "
 _PACKAGE = str(Path(__file__).parent.parent) + "/"
 _LIBRARIES = tuple(str(Path(module.__file__ or "").parent) + "/" for module in (torch, jax))
 _STDLIB = tuple({sysconfig.get_path(name) + "/" for name in ("stdlib", "platstdlib")})
@@ -19,7 +18,7 @@ _INSTALLED = ("site-packages/", "dist-packages/")
 _GENERATED = ("<isthmus ", "<frozen ", "<eval_with_key>")
 
 OWNERS: dict[str, str | None] = {}
-"""What files are, by name: None for the user's, a stem for ours, "" for those of libraries."""
+"""Whose files are, by name: None for the user's, "isthmus" for ours, "library" for those of others."""
 
 
 def user_line() -> str:
@@ -52,13 +51,11 @@ def warn_user(category: type[Warning], text: str) -> None:
 def owner(name: str) -> str | None:
     """Return what a file is: see ``OWNERS``."""
     if name.startswith(_PACKAGE):
-        found: str | None = Path(name).stem
-    elif name.startswith(RECORDER):
-        found = RECORDER
+        found: str | None = "isthmus"
     elif name.startswith((*_LIBRARIES, *_GENERATED)):
-        found = ""
+        found = "library"
     elif name.startswith(_STDLIB) and not any(part in name for part in _INSTALLED):
-        found = ""  # contextlib, copy and threading call us for somebody
+        found = "library"  # contextlib, copy and threading call us for somebody
     else:
         found = None
     OWNERS[name] = found
