@@ -10,8 +10,8 @@ so that nothing becomes valid by side effect::
     call, facts = compile_with_extra(program, [example])
     (y,) = call(x)
 
-``_device/core/plan.py``, ``_lazy/node_builder.py`` and ``_program/program.py`` trace with it. A function is traced once per compilation, also
-where the executable comes from the disk, so there is always an extra result.
+``_device/core/plan.py``, ``_lazy/node_builder.py`` and ``_program/program.py`` trace with it. A function is traced once
+per compilation, also where the executable comes from the disk, so there is always an extra result.
 """
 
 from __future__ import annotations
