@@ -8,7 +8,8 @@ from dataclasses import replace
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
-from isthmus import config
+from isthmus import _settings, config
+from isthmus.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,10 +33,10 @@ def set_mode(name: str) -> None:
     ``isthmus.config.mode = name`` does the same.
     """
     from isthmus._device.core.mode import current
-    from isthmus.errors import ConfigError
 
-    if name not in ("eager", "lazy"):
-        raise ConfigError(f"isthmus.set_mode({name!r}) is not a choice; choose from 'eager', 'lazy'")
+    wrong = _settings.fault(config.Settings.__dataclass_fields__["mode"], name)
+    if wrong:
+        raise ConfigError(f"isthmus.set_mode({name!r}) {wrong}")
     if name == "lazy" and current.recording_entry is None:
         current.recording_entry = _recording_entry
     leaving = current.lazy
