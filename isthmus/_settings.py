@@ -44,7 +44,7 @@ def setting(
 
 
 def fault(about: Field[Any], value: Any) -> str | None:
-    """Return what is wrong with a value, as the end of a sentence that starts with it, or None."""
+    """Return the fault of a value, as the end of a sentence that starts with the value; None where it is legal."""
     choices, default = about.metadata["choices"], about.metadata["default"]
     if choices:
         # By type as well: 1 == True, and an array compared with a string is no bool.

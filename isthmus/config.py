@@ -175,6 +175,7 @@ class _Config(ModuleType):
     """Makes the module's settings assignable, and refuses what is not a setting."""
 
     def __setattr__(self, name: str, value: Any) -> None:
+        # The import system sets dunder names, and tests replace ``current``; neither is a setting.
         if name.startswith("__") or name in self.__dict__:
             super().__setattr__(name, value)
             return

@@ -1,6 +1,6 @@
 """The errors Isthmus raises of its own; a mistake torch also rejects raises torch's exception.
 
-Each class derives from ``IsthmusError`` and, where torch or Python has one for such a mistake, from that as well.
+Each class derives from ``IsthmusError`` and, where torch or Python has a class for the mistake, from that as well.
 
 >>> import isthmus
 >>> issubclass(isthmus.errors.ConfigError, (isthmus.errors.IsthmusError, ValueError))

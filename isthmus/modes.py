@@ -135,7 +135,7 @@ def sync(wait: bool = False) -> None:
 
 
 def graph_of(*tensors: Tensor) -> Graph:
-    """Return what lazy mode has recorded for tensors that are not computed yet, without running it.
+    """Return the graph that lazy mode has recorded for tensors that are not computed yet, without running it.
 
     Arguments:
         tensors: tensors on "jax"; those that are computed add nothing to the graph.

@@ -97,6 +97,7 @@ def read(path: str | Path, *, executables: bool = False) -> loader.Program:
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"isthmus.load: there is no {path}")
+    # A link counts as a program here: the strict reader then refuses it with the reason.
     whole = os.path.lexists(path / "program.json") if path.is_dir() else zipfile.is_zipfile(path)
     if not whole:
         raise ExportError(f"isthmus.load: {path} is no program that isthmus.export wrote, or it is damaged")

@@ -45,6 +45,7 @@ _DTYPES = {
     "c64": torch.complex64,
 }
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+# "f32[2,8]", and within the brackets "8", "batch=8" or "length=8..64".
 _SPEC = re.compile(r"(\w+)\[(.*)\]")
 _SIZE = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<size>\d+)(?:\.\.(?P<high>\d+))?")
 
@@ -169,6 +170,7 @@ def _find(target: str) -> nn.Module:
     module, _, path = target.partition(":")
     if not module or not path:
         raise _Misuse(f"{target!r} is no MODULE:ATTR, such as mypackage.models:make_model")
+    # A console script has its own folder first on the path, and not the working directory.
     sys.path.insert(0, os.getcwd())
     try:
         model: Any = importlib.import_module(module)
@@ -230,6 +232,7 @@ class Example:
                 f"--args does not fit {target}: {error}; its forward takes {takes}, and --args gives "
                 f"{len(self.args)} unnamed and {', '.join(self.kwargs) or 'none'} by name"
             ) from error
+        # torch.export names dynamic sizes by the parameter they belong to, and *args has no names.
         kinds = [p.kind for p in list(signature.parameters.values())[: len(self.args)]]
         if self.dims and (len(kinds) < len(self.args) or inspect.Parameter.VAR_POSITIONAL in kinds):
             raise _Misuse(

@@ -63,6 +63,7 @@ def save(
         named = {name: [name, digest] for name, digest in digests.items()}
         with files.replacing(path) as file, zipfile.ZipFile(file, "w") as archive:
             for name, content in {**parts, **scripts, _SIGNATURE: _sealed({**spec, "parts": named})}.items():
+                # A ZipInfo has a fixed date: the same program is the same bytes.
                 archive.writestr(zipfile.ZipInfo(name), content)
         return
     path.mkdir(parents=True, exist_ok=True)
@@ -190,6 +191,7 @@ class _Stored:
         same = [info for info in archive.infolist() if info.filename == file]
         if len(same) != 1:
             raise ValueError(f"{file} is there {len(same)} times" if same else f"{file} is not there")
+        # Parts are stored without compression, so a part larger than the archive would be a zip bomb.
         if same[0].file_size > self.path.stat().st_size:
             raise ValueError(
                 f"{file} says that it has {same[0].file_size} bytes, and the whole archive has fewer"

@@ -34,6 +34,7 @@ _FUNCTIONS: dict[str, Any] = {
     "Max": lambda *parts: functools.reduce(jax.core.max_dim, parts),
     "Min": lambda *parts: functools.reduce(jax.core.min_dim, parts),
 }
+# JAX's class of dimensions has no public name.
 _KIND = type(export.symbolic_shape("n")[0])
 
 

@@ -17,7 +17,7 @@ from jax.experimental import serialize_executable
 
 
 def target() -> str:
-    """Return what an executable depends on: the device, XLA's build, and a CPU's instruction sets."""
+    """Return the target of executables made here: the device, XLA's build, and a CPU's instruction sets."""
     device = jax.devices()[0]
     build = f"{device.client.platform_version} {platform.machine()}"
     info = pathlib.Path("/proc/cpuinfo")

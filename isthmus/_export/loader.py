@@ -52,7 +52,7 @@ class Program:
             self.run = jax.jit(self.exported.call)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the model returns for arrays, passed by position or by name."""
+        """Return the model's outputs for arrays, passed by position or by name."""
         with jax.enable_x64(True):
             outputs, state, held = self.run(self.weights, self.accept(args, kwargs))
         for ok, (error, message) in zip(np.asarray(held), self.spec["conditions"], strict=True):

@@ -49,7 +49,7 @@ def _listed(folder: Path, shown: object) -> dict[str, str]:
 
 
 def _difference(folder: Path, name: str, digest: str) -> str:
-    """Return what is wrong with a file of a list; "" where nothing is."""
+    """Return the reason to refuse a file of a list; "" where there is none."""
     inside = PurePosixPath(name)
     if inside.is_absolute() or ".." in inside.parts or not inside.parts:
         return "its name leads out of the checkpoint"

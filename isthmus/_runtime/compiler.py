@@ -65,7 +65,9 @@ _scope = _Scope()
 def scoped_x64() -> Iterator[None]:
     """Make int64 and float64 real, on this thread and until the block ends."""
     before = _scope.chosen
-    _scope.chosen = chosen_x64()
+    _scope.chosen = (
+        chosen_x64()
+    )  # in a nested scope still the user's choice, not the True of the scope around it
     try:
         with jax.enable_x64(True):
             yield
@@ -125,7 +127,7 @@ def build(
     clock = Clock()
     with _lock, scoped_x64(), progress.line(title), private.forgetting_callers():
         traced = jax.jit(function, donate_argnums=donate).trace(*jax.tree.map(abstract, list(inputs)))
-        memory.check(traced.jaxpr.jaxpr)
+        memory.check(traced.jaxpr.jaxpr)  # before XLA, which ends the process where a size overflows
         options = options(traced) if callable(options) else dict(options or {})
         clock.lap("trace")
         lowered = traced.lower()
@@ -140,6 +142,7 @@ def build(
                 raise
             executable_cache.save(compiled, lowered, donate, options)
         clock.lap("xla")
+    # A load from disk is one of the compilations too; the counter "loaded from disk" says how many of them were.
     counters.count_compilation(clock.laps)
     return Executable(private.fast_call(compiled), lowered, compiled, clock.laps)
 
@@ -149,7 +152,7 @@ _TRANSIENT = ("UNAVAILABLE", "ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "INTER
 
 
 def may_pass(error: BaseException) -> bool:
-    """Return whether compiling may succeed the next time, as far as XLA's status code tells."""
+    """Return whether compiling may succeed the next time, judged by XLA's status code."""
     return isinstance(error, jax.errors.JaxRuntimeError) and str(error).startswith(_TRANSIENT)
 
 

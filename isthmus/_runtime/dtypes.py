@@ -36,6 +36,7 @@ def _scalar_type(name: str) -> Any:
     return np.bool_ if name == "bool" else getattr(jnp, name, None)
 
 
+# A dtype that this release of torch or JAX lacks (the float8 types came one by one) is left out.
 _TO_JAX: dict[torch.dtype, np.dtype[Any]] = {
     getattr(torch, name): np.dtype(_scalar_type(name))
     for name in _NAMES

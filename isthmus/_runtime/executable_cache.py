@@ -215,6 +215,7 @@ class _Sizes:
         total = sum(size for _, size, _ in entries)
         if total <= _limit():
             return total
+        # Below the limit by a tenth, so that the next writes need not scan the folder again.
         for _, size, path in sorted(entries):
             if total <= _limit() * 9 // 10:
                 break
@@ -242,6 +243,7 @@ def _name(lowered: Any, donate: tuple[int, ...], options: Mapping[str, Any]) -> 
     """Return the name of a program's file, a hash of all that its executable depends on."""
     device = jax.local_devices()[0]
     version = (jax.__version__, device.device_kind, device.client.platform_version)
+    # The trees are not in the text of the program, but are pickled with its executable.
     parts = (version, _host(), config.xla_flags(), donate, lowered.in_tree, lowered.out_tree)
     text = f"{parts} {sorted(options.items())} {lowered.as_text()}"
     return hashlib.sha256(text.encode()).hexdigest()

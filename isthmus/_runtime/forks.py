@@ -1,6 +1,6 @@
 """Processes forked after JAX started: JAX's threads are not in the child, so whatever waits for them never returns.
 
-The first use of the device in such a child raises, as torch does for CUDA. ``watch`` is called when the device is
+The first use of the device in a forked child raises, as torch does for CUDA. ``watch`` is called when the device is
 loaded. Every function that compiles, copies to or from the host, or looks up a compiled program calls ``check``. An
 eager op with a plan calls no such function: its lookup must stay one dict access. So the caches of plans register in
 ``on_fork`` and are emptied in the child, where the next call then misses and reaches ``check``.

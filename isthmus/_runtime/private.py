@@ -178,7 +178,7 @@ def is_tracing() -> bool:
 def _cudnn(function: Callable[P, T]) -> Callable[P, T]:
     """Raise NotImplementedError where cuDNN's functions are not what they were; refusals of theirs pass through.
 
-    Both tell the caller to compute attention otherwise; a changed function is not tried again.
+    The caller then computes attention without cuDNN; a changed function is not tried again.
     """
 
     @functools.wraps(function)
