@@ -108,7 +108,7 @@ class _Call:
     def __init__(self, exported: export.Exported) -> None:
         self.exported = exported
 
-    def __call__(self, weights: dict[str, Any], inputs: dict[str, Any]) -> Any:
+    def __call__(self, weights: dict[str, jax.Array], inputs: dict[str, Any]) -> Any:
         with forgetting_callers():  # this method is a caller too
             return self.exported.call(weights, inputs)
 

@@ -111,7 +111,7 @@ def build(
     function: Function,
     inputs: Sequence[Any],
     donate: tuple[int, ...] = (),
-    options: Mapping[str, Any] | Callable[[Any], dict[str, Any]] | None = None,
+    options: Mapping[str, Any] | Callable[[jax.stages.Traced], dict[str, Any]] | None = None,
     title: str = "",
 ) -> Executable:
     """Compile ``function`` for inputs of these shapes.

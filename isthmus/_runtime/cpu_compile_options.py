@@ -12,7 +12,7 @@ import math
 from typing import Any
 
 import jax
-from jax.extend.core import jaxprs_in_params
+from jax.extend.core import Jaxpr, jaxprs_in_params
 
 # Up to so many elements in the largest array both generators run equally fast; results may differ in their last bits,
 # as they do from one size to the next.
@@ -23,12 +23,12 @@ _OLDER: dict[str, str | bool] = {"xla_cpu_use_fusion_emitters": False}
 _EXCLUDED = ("reduce", "cum", "scatter", "dot", "conv_", "while", "scan")
 
 
-def options_for(traced: Any) -> dict[str, Any]:
+def options_for(traced: jax.stages.Traced) -> dict[str, Any]:
     """Return XLA's options for a traced program; none for a large one."""
     return dict(_OLDER) if _largest(traced.jaxpr.jaxpr) <= _SMALL and _is_known() else {}
 
 
-def _largest(jaxpr: Any) -> float:
+def _largest(jaxpr: Jaxpr) -> float:
     """Return how many elements the largest array in a program has; infinity where it has one of ``_EXCLUDED``."""
     if any(equation.primitive.name.startswith(_EXCLUDED) for equation in jaxpr.eqns):
         return math.inf

@@ -44,6 +44,7 @@ from jax.experimental import serialize_executable
 from isthmus import config
 from isthmus._runtime import counters, files
 
+Lowered = jax.stages.Lowered
 _DIGEST = 32
 """The length in bytes of an HMAC-SHA256, and of a key."""
 _KEY = "key"
@@ -53,7 +54,7 @@ _LOOK_AGAIN = 64
 """After so many files written, a folder's size is measured again: other processes write to it too."""
 
 
-def load(lowered: Any, donate: tuple[int, ...], options: Mapping[str, Any]) -> Any:
+def load(lowered: Lowered, donate: tuple[int, ...], options: Mapping[str, Any]) -> jax.stages.Compiled | None:
     """Return the executable that was saved for this program, or None."""
     folder = _folder()
     if folder is None:
@@ -76,7 +77,9 @@ def load(lowered: Any, donate: tuple[int, ...], options: Mapping[str, Any]) -> A
     return compiled
 
 
-def save(compiled: Any, lowered: Any, donate: tuple[int, ...], options: Mapping[str, Any]) -> None:
+def save(
+    compiled: jax.stages.Compiled, lowered: Lowered, donate: tuple[int, ...], options: Mapping[str, Any]
+) -> None:
     """Write an executable for the next process; failing to is counted and is not an error."""
     if not config.cache:
         return
@@ -239,7 +242,7 @@ def _host() -> str:
     return f"{platform.machine()} {platform.processor()}"
 
 
-def _name(lowered: Any, donate: tuple[int, ...], options: Mapping[str, Any]) -> str:
+def _name(lowered: Lowered, donate: tuple[int, ...], options: Mapping[str, Any]) -> str:
     """Return the name of a program's file, a hash of all that its executable depends on."""
     device = jax.local_devices()[0]
     version = (jax.__version__, device.device_kind, device.client.platform_version)

@@ -23,7 +23,7 @@ from typing import Any
 
 import jax
 import torch
-from jax.extend.core import jaxprs_in_params
+from jax.extend.core import Jaxpr, jaxprs_in_params
 
 # XLA counts the bytes of an array in an int64, and ends the process where they overflow. An eighth of 2**63: a float8
 # array may be computed in float64.
@@ -86,13 +86,13 @@ def require_countable(shape: Iterable[int], dtype: Any) -> None:
         raise torch.OutOfMemoryError(f"XLA cannot count the bytes of an array of sizes {list(shape)}")
 
 
-def check(jaxpr: Any) -> None:
+def check(jaxpr: Jaxpr) -> None:
     """Raise if a program returns more than the device holds, or has an array whose size XLA cannot count."""
     require(sum(_size(variable) for variable in {id(v): v for v in jaxpr.outvars}.values()))
     _check_within(jaxpr)
 
 
-def _check_within(jaxpr: Any) -> None:
+def _check_within(jaxpr: Jaxpr) -> None:
     for equation in jaxpr.eqns:
         for variable in equation.outvars:
             require_countable(getattr(variable.aval, "shape", ()), getattr(variable.aval, "dtype", None))
@@ -110,7 +110,7 @@ def is_exhausted(error: BaseException) -> bool:
     return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
-def make_room(error: BaseException, inputs: Sequence[Any]) -> None:
+def make_room(error: BaseException, inputs: Sequence[object]) -> None:
     """Empty caches, so that the program may be run once more; raise ``error`` if donated inputs are gone."""
     if any([isinstance(value, jax.Array) and value.is_deleted() for value in inputs]):
         raise error

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
 import jax
-from jax.extend.core import Primitive, get_opaque_trace_state
+from jax.extend.core import Jaxpr, Primitive, get_opaque_trace_state
 from jax.interpreters import partial_eval
 
 from isthmus._upstream import choose, optional, switch_off, switched_off
@@ -117,7 +117,7 @@ def entry_type_if_known(bytecode: bytes) -> str | None:
     return entry_type(bytecode)
 
 
-def is_traced(values: Sequence[Any]) -> bool:
+def is_traced(values: Sequence[object]) -> bool:
     """Return whether any of ``values`` is a JAX tracer."""
     return any(isinstance(value, jax.core.Tracer) for value in values)
 
@@ -125,7 +125,7 @@ def is_traced(values: Sequence[Any]) -> bool:
 @optional(
     "derivatives of torch code inside JAX may compute what nothing needs", otherwise=lambda jaxpr: jaxpr
 )
-def without_dead_code(jaxpr: Any) -> Any:
+def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
     """Return a jaxpr without the equations that no result needs, and with all its arguments."""
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
