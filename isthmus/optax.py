@@ -17,9 +17,25 @@ from isthmus.errors import IsthmusError
 class Optimizer(torch.optim.Optimizer):
     """A gradient transformation of optax's that steps the parameters of torch modules.
 
-    A parameter group may have its own under the name ``transformation``. What the transformation keeps is in ``state``,
-    under the first parameter of the group, by its place in optax's own state. If it was made by
-    ``optax.inject_hyperparams``, the group's ``lr`` is its learning rate, so schedulers of torch's work.
+    The transformation's state is in ``state``, under the first parameter of the group, by its place in optax's own
+    state. If it was made by ``optax.inject_hyperparams``, the group's ``lr`` is its learning rate, so schedulers of
+    torch's work.
+
+    Arguments:
+        params: parameters or parameter groups; a group may have its own ``transformation``.
+        transformation: of optax's, such as ``optax.adamw(1e-3)``.
+
+    Returns:
+        A ``torch.optim.Optimizer``.
+
+    Example:
+        >>> import optax, torch, isthmus
+        >>> weight = torch.zeros(2, device="jax", requires_grad=True)
+        >>> optimizer = isthmus.optax.Optimizer([weight], optax.sgd(0.5))
+        >>> weight.sum().backward()
+        >>> optimizer.step()
+        >>> weight.tolist()
+        [-0.5, -0.5]
     """
 
     def __init__(self, params: Iterable[Any], transformation: optax.GradientTransformation) -> None:
@@ -43,9 +59,9 @@ class Optimizer(torch.optim.Optimizer):
     def start(self) -> None:
         """Make the state that the first step would make, if every parameter that can have a gradient gets one."""
         for settings, group in zip(self.param_groups, self._groups, strict=True):
-            at = [n for n, p in enumerate(settings["params"]) if p.requires_grad]
-            if at and not group.names:
-                group.start(at, settings, self.state[settings["params"][0]])
+            trained = [n for n, p in enumerate(settings["params"]) if p.requires_grad]
+            if trained and not group.names:
+                group.start(trained, settings, self.state[settings["params"][0]])
                 group.is_guessed = True
 
     @torch.no_grad()
@@ -56,26 +72,26 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for settings, group in zip(self.param_groups, self._groups, strict=True):
-            at = [n for n, p in enumerate(settings["params"]) if p.grad is not None]
-            if at:
+            trained = [n for n, p in enumerate(settings["params"]) if p.grad is not None]
+            if trained:
                 state = self.state[settings["params"][0]]
-                group.start(at, settings, state)
+                group.start(trained, settings, state)
                 group.step(settings, state, extra)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state that ``state_dict`` returned; nothing is cast."""
-        wanted = [len(settings["params"]) for settings in self.param_groups]
-        found = [len(settings["params"]) for settings in state_dict["param_groups"]]
-        if wanted != found:
+        ours = [len(settings["params"]) for settings in self.param_groups]
+        saved_sizes = [len(settings["params"]) for settings in state_dict["param_groups"]]
+        if ours != saved_sizes:
             raise ValueError(
-                f"the state is of groups of {found} parameters, the optimizer has groups of {wanted}"
+                f"the state is of groups of {saved_sizes} parameters, the optimizer has groups of {ours}"
             )
         for settings, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             settings.update({name: value for name, value in saved.items() if name != "params"})
             first = settings["params"][0]
-            kept = state_dict["state"].get(saved["params"][0], {})
-            self.state[first] = {name: _like(value, first) for name, value in kept.items()}
+            state = state_dict["state"].get(saved["params"][0], {})
+            self.state[first] = {name: _like(value, first) for name, value in state.items()}
         self._groups = [Group(group.transformation) for group in self._groups]
 
 
@@ -93,23 +109,30 @@ class Group:
         """Return a group of its own; it finds the structure of its state again."""
         return Group(self.transformation)
 
-    def start(self, at: list[int], settings: dict[str, Any], state: dict[str, Any]) -> None:
-        """Make the state at the first step, or see that what there is fits; ``at`` is where the parameters are."""
-        if self.is_guessed and settings["stepped"] != at:
+    def start(self, trained: list[int], settings: dict[str, Any], state: dict[str, Any]) -> None:
+        """Make the state at the first step, or check that the state there is fits.
+
+        Arguments:
+            trained: which parameters of the group, by number, have a gradient.
+            settings: the parameter group; ``settings["stepped"]`` are the numbers the state was made for.
+            state: the group's state, filled here.
+        """
+        # ``Optimizer.start`` made the state before the first backward, for every parameter that requires grad.
+        if self.is_guessed and settings["stepped"] != trained:
             self.names = []
             state.clear()
         self.is_guessed = False
-        before = settings.setdefault("stepped", at) if state else at
-        if before != at:
+        before = settings.setdefault("stepped", trained) if state else trained
+        if before != trained:
             raise IsthmusError(
-                f"isthmus.optax: parameters {_listed(at)} of a group have gradients, and {_listed(before)} had at its "
-                f"first step; give the others gradients of zero, or a group of their own"
+                f"isthmus.optax: parameters {_listed(trained)} of a group have gradients, and {_listed(before)} had at "
+                f"its first step; give the others gradients of zero, or a group of their own"
             )
         if self.names:
             return
-        settings["stepped"] = at
-        found = jax_function(self.transformation.init)([settings["params"][n] for n in at])
-        leaves, self.spec = jax.tree.flatten_with_path(found)
+        settings["stepped"] = trained
+        fresh = jax_function(self.transformation.init)([settings["params"][n] for n in trained])
+        leaves, self.spec = jax.tree.flatten_with_path(fresh)
         self.names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
         if state and set(state) != set(self.names):
             strange = ", ".join(sorted(set(state) ^ set(self.names)))
@@ -123,12 +146,12 @@ class Group:
         for name in self.names:
             if name.endswith("hyperparams/learning_rate") and "lr" in settings:
                 state[name].fill_(settings["lr"])
-        kept = [state[name] for name in self.names]
-        found = self._update([p.grad for p in params], kept, params, extra)
-        torch._foreach_copy_([*params, *kept], found)
+        leaves = [state[name] for name in self.names]
+        updated = self._update([p.grad for p in params], leaves, params, extra)
+        torch._foreach_copy_([*params, *leaves], updated)
 
-    def _updated(self, grads: Any, kept: Any, params: Any, extra: Any) -> Any:
-        state = jax.tree.unflatten(self.spec, kept)
+    def _updated(self, grads: Any, leaves: Any, params: Any, extra: Any) -> Any:
+        state = jax.tree.unflatten(self.spec, leaves)
         update = optax.with_extra_args_support(self.transformation).update
         updates, state = update(grads, state, params, **extra)
         return [*optax.apply_updates(params, updates), *jax.tree.leaves(state)]

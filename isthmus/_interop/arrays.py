@@ -26,12 +26,37 @@ def to_jax(tree: Any) -> Any:
     """Return a tensor, or every tensor of a pytree, as a ``jax.Array``.
 
     Nothing is copied where a tensor on "jax" shows all of its storage; a view of another layout is one program.
+
+    Arguments:
+        tree: a tensor on "jax" or on the CPU, or dicts, lists and tuples of tensors; other leaves stay what they are.
+
+    Returns:
+        The same containers with arrays in them.
+
+    Example:
+        >>> import torch, isthmus
+        >>> array = isthmus.to_jax(torch.arange(3.0, device="jax"))
+        >>> type(array).__name__, array.sum().item()
+        ('ArrayImpl', 3.0)
     """
     return jax.tree.map(_array, tree, is_leaf=lambda value: isinstance(value, Tensor))
 
 
 def from_jax(tree: Any) -> Any:
-    """Return a ``jax.Array``, or every array of a pytree, as a tensor on "jax", without a copy."""
+    """Return a ``jax.Array``, or every array of a pytree, as a tensor on "jax", without a copy.
+
+    Arguments:
+        tree: a ``jax.Array``, a numpy array (which is copied), or dicts, lists and tuples of them.
+
+    Returns:
+        The same containers with tensors in them. Writing to such a tensor does not change the array.
+
+    Example:
+        >>> import jax.numpy as jnp, isthmus
+        >>> x = isthmus.from_jax(jnp.arange(3.0))
+        >>> x.device.type, (x * 2).tolist()
+        ('jax', [0.0, 2.0, 4.0])
+    """
     return jax.tree.map(_tensor, tree)
 
 

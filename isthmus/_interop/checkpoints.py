@@ -31,13 +31,23 @@ _PLAIN = (bool, int, float, str, np.ndarray, jax.Array)
 
 
 def save(path: str | os.PathLike[str], state: Any, *, force: bool = False) -> None:
-    """Write state as an orbax checkpoint, a folder that plain orbax reads; ``force`` replaces one that is there.
-
-    Modules, optimizers and whatever else has a ``state_dict`` may stand for it in the state, anywhere in dicts and
-    lists. Tied tensors of one dict are written once, under the first of their names.
+    """Write state as an orbax checkpoint: a folder that plain orbax reads.
 
     The folder gets its name when it is whole and on the disk, and until then the old one keeps it: a full disk or a
     killed process loses nothing. It has checksums, which ``load`` checks.
+
+    Arguments:
+        path: the folder.
+        state: dicts and lists of tensors, arrays, numbers and strings; a module, an optimizer or any other object with
+            a ``state_dict`` may stand for it. Tied tensors of one dict are written once, under their first name.
+        force: whether to replace a checkpoint that is there.
+
+    Example:
+        >>> import tempfile, torch, isthmus
+        >>> model, path = torch.nn.Linear(2, 1).to("jax"), tempfile.mkdtemp() + "/step-100"
+        >>> isthmus.checkpoint.save(path, {"model": model, "step": 100})
+        >>> isthmus.checkpoint.load(path, {"model": model})["step"]
+        100
     """
     tree, folder = to_tree(state), _folder(path)
     if "://" in folder or jax.process_count() > 1:
@@ -58,10 +68,23 @@ def save(path: str | os.PathLike[str], state: Any, *, force: bool = False) -> No
 
 
 def load(path: str | os.PathLike[str], into: Any = None) -> Any:
-    """Read an orbax checkpoint, fill ``into`` from it and return the rest, with arrays as tensors on "jax".
+    """Read an orbax checkpoint.
 
-    ``into`` is a thing with ``load_state_dict``, a tensor, or a dict of such things by their names in the checkpoint.
-    It is filled after everything was read and checked.
+    Arguments:
+        path: the folder.
+        into: an object with ``load_state_dict``, a tensor, or a dict of these by their names in the checkpoint. They
+            are filled after everything was read and checked.
+
+    Returns:
+        The rest of the checkpoint, with arrays as tensors on "jax".
+
+    Example:
+        >>> import tempfile, torch, isthmus
+        >>> path = tempfile.mkdtemp() + "/state"
+        >>> isthmus.checkpoint.save(path, {"x": torch.arange(3.0), "name": "run 1"})
+        >>> state = isthmus.checkpoint.load(path)
+        >>> state["x"].tolist(), state["name"]
+        ([0.0, 1.0, 2.0], 'run 1')
     """
     tree = _read(_folder(path))
     return from_jax(tree if into is None else _fill(tree, into, "the checkpoint"))

@@ -23,11 +23,29 @@ Function = Callable[..., Any]
 def custom_op(name: str, function: Function | None = None, *, schema: str | None = None) -> Any:
     """Define the torch op ``name``, such as ``"library::op"``, by a JAX function; usable as a decorator.
 
-    The schema is read from the function's annotations, in torch's types as for ``torch.library.custom_op``, or given.
     Shapes are those of ``jax.eval_shape``, the gradient that of ``jax.vjp``.
+
+    Arguments:
+        name: the namespace and the name of the op.
+        function: a function of arrays; without one, ``custom_op`` returns a decorator.
+        schema: torch's schema, such as ``"(Tensor x, float limit) -> Tensor"``; by default it is read from the
+            function's annotations, in torch's types as for ``torch.library.custom_op``.
+
+    Returns:
+        The op, to be called with tensors on "jax" or on the CPU, eagerly, in lazy mode and under ``torch.compile``.
+
+    Example:
+        >>> import jax.numpy as jnp, torch, isthmus
+        >>> @isthmus.custom_op("isthmus_docs::soft_clip")
+        ... def soft_clip(x: torch.Tensor, limit: float) -> torch.Tensor:
+        ...     return limit * jnp.tanh(x / limit)
+        >>> x = torch.zeros(2, device="jax", requires_grad=True)
+        >>> soft_clip(x, 2.0).sum().backward()
+        >>> x.grad.tolist()
+        [1.0, 1.0]
     """
     if function is None:
-        return lambda found: custom_op(name, found, schema=schema)
+        return lambda decorated: custom_op(name, decorated, schema=schema)
     schema = schema or torch.library.infer_schema(function, mutates_args=())
     if "*" in schema.split("->")[0]:
         raise SchemaError(

@@ -24,9 +24,21 @@ _one_at_a_time = threading.RLock()
 def functional(module: nn.Module) -> tuple[dict[str, Any], Apply]:
     """Return the parameters of a module as arrays by name, and the module as a pure function of them.
 
-    ``apply(params, *args, state=None, train=None, rng=None, **kwargs)`` runs under any transformation of JAX's. Given
-    a ``state`` (``apply.state`` holds the module's buffers) it returns the result and the new state; ``train`` is the
-    mode to run in, by default the module's own; ``rng`` is the key random numbers come from.
+    Arguments:
+        module: a ``torch.nn.Module`` on "jax" or on the CPU. It is not changed.
+
+    Returns:
+        ``params``, a dict of arrays, and ``apply(params, *args, state=None, train=None, rng=None, **kwargs)``, which
+        runs under any transformation of JAX's. With a ``state`` (``apply.state`` holds the module's buffers) it returns
+        the result and the new state. ``train`` is the mode to run in, by default the module's own; ``rng`` is the key
+        that random numbers come from.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, torch, isthmus
+        >>> params, apply = isthmus.functional(torch.nn.Linear(3, 2))
+        >>> loss = lambda params, x: apply(params, x).sum()
+        >>> jax.jit(jax.grad(loss))(params, jnp.ones((4, 3)))["bias"].tolist()
+        [4.0, 4.0]
     """
     apply = Apply(module)
     return apply.arrays(dict(module.named_parameters())), apply

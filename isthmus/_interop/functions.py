@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from isthmus._caches import LruCache
 from isthmus._device.core.derivatives import conjugated
 from isthmus._device.torch_glue.private import hide_from_dynamo, in_forward_mode
 from isthmus._dynamo.private import nonstrict_trace
@@ -23,14 +24,29 @@ from isthmus._runtime.dtypes import to_jax_dtype
 from isthmus._runtime.private import trace_state_clean
 
 Function = Callable[..., Any]
-_LIMIT = 1024
+_LIMIT = 1024  # entries of each cache below
 
 
 def jax_function(function: Function) -> Function:
-    """Return a JAX function that takes and returns torch tensors, in pytrees if need be.
+    """Return a JAX function as a function of torch tensors.
 
-    Arrays may be passed as well; other arguments are compiled in. Gradients go through ``jax.vjp``, so
-    ``jax.custom_vjp`` and Pallas kernels with one are respected; gradients of gradients work too.
+    Gradients go through ``jax.vjp``, so ``jax.custom_vjp`` and Pallas kernels with one are respected; gradients of
+    gradients work too. The function is traced once per set of shapes, and runs in every mode.
+
+    Arguments:
+        function: a function of arrays, in pytrees if need be. Arguments that are neither tensors nor arrays are
+            compiled in, and must be hashable.
+
+    Returns:
+        The function of tensors; where it is given tensors of the CPU it returns such tensors.
+
+    Example:
+        >>> import jax, torch, isthmus
+        >>> gelu = isthmus.jax_function(jax.nn.gelu)
+        >>> x = torch.zeros(2, device="jax", requires_grad=True)
+        >>> gelu(x).sum().backward()
+        >>> x.grad.tolist()
+        [0.5, 0.5]
     """
     calls = Calls(function)
 
@@ -47,7 +63,7 @@ class Calls:
 
     def __init__(self, function: Function) -> None:
         self.function = function
-        self.borders: dict[Any, Border] = {}
+        self.borders: LruCache[Any, Border] = LruCache("calls of JAX functions", _LIMIT)
 
     def of(self, args: Any, kwargs: Any) -> tuple[Border, list[Tensor]]:
         """Return the function of the arrays alone, and the arrays, as tensors."""
@@ -55,8 +71,6 @@ class Calls:
         places = tuple([None if isinstance(leaf, Tensor) else _place(leaf) for leaf in leaves])
         border = self.borders.get((spec, places))
         if border is None:
-            if len(self.borders) >= _LIMIT:
-                self.borders.clear()
             border = self.borders[(spec, places)] = Border(_opened(self.function, spec, places))
         return border, [
             leaf if isinstance(leaf, Tensor) else _tensor(leaf)
@@ -126,8 +140,9 @@ class Border:
 
     def __init__(self, function: Function) -> None:
         self.function = function
-        self.bodies: dict[Any, Body] = {}
-        self.savings: dict[Any, Saving] = {}
+        # Their keys have shapes in them; those of the other two only say which arguments have a derivative.
+        self.bodies: LruCache[Any, Body] = LruCache("traced JAX functions", _LIMIT)
+        self.savings: LruCache[Any, Saving] = LruCache("traced JAX functions with residuals", _LIMIT)
         self.gradients: dict[tuple[int, ...], Border] = {}
         self.tangents: dict[tuple[int, ...], Border] = {}
 

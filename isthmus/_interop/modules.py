@@ -30,11 +30,27 @@ def jax_module(
 ) -> JaxModule:
     """Return a module of ``flax.linen``, ``flax.nnx`` or Equinox as a ``torch.nn.Module`` on "jax".
 
-    ``variables`` are what a linen module's ``init`` returned, or the state of an Equinox module that has one.
-    ``method`` is what a call runs, a function of the module and the arguments, if not its ``__call__``.
-    ``train_arg`` and ``eval_arg`` name keyword arguments that are to be true in train mode and in eval mode; nnx and
-    Equinox modules are put into these modes as well. Calls in train mode, or all calls with ``random_in_eval``, have
-    keys drawn from torch's generator: linen's for the streams ``rngs`` names, an Equinox module's as ``key``.
+    Arguments:
+        module: the module.
+        variables: what a linen module's ``init`` returned, or the state of an Equinox module that has one.
+        method: what a call runs, a function of the module and the arguments, if not its ``__call__``.
+        train_arg: a keyword argument that is true in train mode; nnx and Equinox modules are put into it as well.
+        eval_arg: a keyword argument that is true in eval mode.
+        rngs: linen's streams of random numbers.
+        random_in_eval: whether calls in eval mode have keys too. Calls in train mode have keys drawn from torch's
+            generator: linen's for the streams ``rngs`` names, an Equinox module's as ``key``.
+
+    Returns:
+        A ``torch.nn.Module`` whose parameters are the module's arrays, by name.
+
+    Example:
+        >>> import equinox, jax, torch, isthmus
+        >>> layer = isthmus.jax_module(equinox.nn.Linear(3, 2, key=jax.random.key(0)))
+        >>> [name for name, _ in layer.named_parameters()]
+        ['weight', 'bias']
+        >>> layer(torch.ones(3, device="jax")).sum().backward()
+        >>> layer.bias.grad.tolist()
+        [1.0, 1.0]
     """
     source = _source(module, variables, method, rngs)
     return JaxModule(source, type(module).__name__, train_arg, eval_arg, random_in_eval)

@@ -22,7 +22,23 @@ _TRACE = {"trace": "momentum_buffer"}
 def to_optax(transformation: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     """Return the state of an optax transformation that goes on where ``torch.optim.Adam``, ``AdamW`` or ``SGD`` is.
 
-    Its trees are the model's parameters, nested as ``isthmus.checkpoint.save`` writes them.
+    Arguments:
+        transformation: of optax's, such as ``optax.adam(1e-3)``.
+        model: the model whose parameters the optimizer has.
+        optimizer: the optimizer.
+
+    Returns:
+        The state; its trees are the model's parameters, nested as ``isthmus.checkpoint.save`` writes them.
+
+    Example:
+        >>> import optax, torch, isthmus
+        >>> model = torch.nn.Linear(2, 1).to("jax")
+        >>> optimizer = torch.optim.Adam(model.parameters())
+        >>> model(torch.ones(1, 2, device="jax")).sum().backward()
+        >>> optimizer.step()
+        >>> state = isthmus.checkpoint.to_optax(optax.scale_by_adam(), model, optimizer)
+        >>> int(state.count), sorted(state.mu)
+        (1, ['bias', 'weight'])
     """
     optax = importlib.import_module("optax")
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -109,7 +125,22 @@ def _fields_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
 
 
 def from_optax(state: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Let ``torch.optim.Adam``, ``AdamW`` or ``SGD`` go on where an optax state is, or what ``load`` made of one."""
+    """Let ``torch.optim.Adam``, ``AdamW`` or ``SGD`` go on where an optax state is.
+
+    Arguments:
+        state: a state of optax's, or what ``isthmus.checkpoint.load`` returned for one.
+        model: the model whose parameters the optimizer has.
+        optimizer: the optimizer; its state is replaced.
+
+    Example:
+        >>> import jax.numpy as jnp, optax, torch, isthmus
+        >>> model = torch.nn.Linear(2, 1).to("jax")
+        >>> optimizer = torch.optim.Adam(model.parameters())
+        >>> params = {"weight": jnp.ones((1, 2)), "bias": jnp.ones(1)}
+        >>> isthmus.checkpoint.from_optax(optax.adam(1e-3).init(params), model, optimizer)
+        >>> optimizer.state[model.bias]["exp_avg"].tolist()
+        [0.0]
+    """
     fields, called = _only_state(state, optimizer), _fields_of(optimizer)
     names = {parameter: name for name, parameter in model.named_parameters()}
     rows: dict[int, dict[str, torch.Tensor]] = {}

@@ -24,10 +24,21 @@ Function = Callable[..., Any]
 
 
 def torch_function(function: Function) -> Function:
-    """Return a torch function that takes and returns arrays, in pytrees if need be, under any transformation of JAX's.
+    """Return a torch function as a function of JAX arrays, to be used under any transformation of JAX's.
 
-    Random numbers are drawn from ``rng``, a JAX key. Autograd may be used inside; a ``torch.autograd.Function``
-    keeps its own gradient.
+    Autograd may be used inside; a ``torch.autograd.Function`` keeps its own gradient.
+
+    Arguments:
+        function: a function of tensors, in pytrees if need be.
+
+    Returns:
+        A function of arrays with one more keyword argument, ``rng``: the JAX key that random numbers are drawn from.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, torch, isthmus
+        >>> loss = isthmus.torch_function(lambda x: torch.nn.functional.softplus(x).sum())
+        >>> jax.grad(loss)(jnp.zeros(2)).tolist()
+        [0.5, 0.5]
     """
 
     def run(rng: Any, args: Any, kwargs: Any) -> Any:

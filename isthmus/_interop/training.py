@@ -29,9 +29,28 @@ def train_step(
 ) -> Callable[..., Any]:
     """Return a function of a batch that trains the model one step, as one program, and returns the loss.
 
-    ``loss_fn(model, *batch)`` returns the loss, or a tuple that begins with it. With ``accumulate`` the batch is split
-    along its first dimension into so many parts, whose gradients and losses are averaged. Modules in ``remat``, or of
-    classes there, keep their arguments alone for backward and compute the rest again.
+    Arguments:
+        model: the model, on "jax".
+        loss_fn: ``loss_fn(model, *batch)`` returns the loss, or a tuple that begins with it.
+        optimizer: a ``torch.optim.Optimizer``, or ``isthmus.optax.Optimizer``.
+        accumulate: into how many parts the batch is split along its first dimension; their gradients and losses are
+            averaged.
+        remat: modules, or classes of modules, that save their arguments alone for backward and compute the rest again.
+
+    Returns:
+        A function of the batch that returns what ``loss_fn`` does.
+
+    Example:
+        >>> import torch, isthmus
+        >>> model = torch.nn.Linear(1, 1, bias=False).to("jax")
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> def loss_fn(model, x, y):
+        ...     return torch.nn.functional.mse_loss(model(x), y)
+        >>> step = isthmus.train_step(model, loss_fn, optimizer)
+        >>> x = torch.ones(4, 1, device="jax")
+        >>> losses = [step(x, 3 * x).item() for _ in range(20)]
+        >>> losses[-1] < 0.01 < losses[0]
+        True
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(

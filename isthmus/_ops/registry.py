@@ -84,12 +84,35 @@ def user_lowering(
     size: Callable[..., Any] | None = None,
     replace: bool = False,
 ) -> Callable[[Function], Function]:
-    """File the decorated function as the lowering of ``op``; raise SchemaError where it does not fit the op.
+    """Make the decorated function the lowering of ``op``: a pure function of arrays with the schema's parameter names.
 
-    Tensors and ``Scalar`` arguments are run-time values, everything else is static; ``static`` and
-    ``dynamic`` name the exceptions. A ``random`` lowering has a parameter ``rng``, a JAX key; a ``matmul``
-    one is recompiled when torch's float32 precision changes; ``size`` computes the data-dependent size
-    that the lowering then gets, as a Python int, in its parameter ``size``.
+    Tensors and ``Scalar`` arguments are run-time values, everything else is static: compiled in.
+
+    Arguments:
+        op: the overload, such as ``torch.ops.mylib.soft_clip.default``.
+        static: names of arguments that are compiled in although they are scalars.
+        dynamic: names of arguments that are run-time values although they are not.
+        random: whether the function has a parameter ``rng``, a JAX key.
+        matmul: whether it is compiled again when torch's float32 precision changes.
+        size: a function that computes a data-dependent size, which the lowering then gets as the int ``size``.
+        replace: whether a lowering that is there already is replaced.
+
+    Returns:
+        A decorator. It raises ``isthmus.errors.SchemaError`` where the function does not fit the op.
+
+    Example:
+        >>> import jax.numpy as jnp, torch, isthmus
+        >>> @torch.library.custom_op("isthmus_docs::double", mutates_args=())
+        ... def double(x: torch.Tensor) -> torch.Tensor:
+        ...     return x * 2
+        >>> @double.register_fake
+        ... def _(x):
+        ...     return torch.empty_like(x)
+        >>> @isthmus.lowering(torch.ops.isthmus_docs.double.default)
+        ... def lower_double(x):
+        ...     return x * 2
+        >>> double(torch.ones(2, device="jax")).tolist()
+        [2.0, 2.0]
     """
 
     def file(function: Function) -> Function:
