@@ -11,7 +11,7 @@ import torch
 
 from isthmus._interop.arrays import from_jax, to_jax
 from isthmus._interop.checkpoints import nest
-from isthmus._interop.traced_functions import precision_of
+from isthmus._interop.traced_functions import x64_if_needed
 from isthmus.errors import IsthmusError
 
 # The fields of optax's states, and what torch calls them.
@@ -33,7 +33,7 @@ def to_optax(transformation: Any, model: torch.nn.Module, optimizer: torch.optim
         optax.ScaleByScheduleState: lambda state: state._replace(count=_count(state.count, rows)),
     }
     params = {name: to_jax(p.detach()) for p, name in names.items()}
-    with precision_of(list(params.values())):
+    with x64_if_needed(list(params.values())):
         first = transformation.init(nest(params))
         _only_state(first, optimizer)
         return _converted(first, known)
