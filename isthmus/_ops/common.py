@@ -1,31 +1,31 @@
-"""What families of lowerings share: promotion by torch's own rules, accumulation dtypes, dims."""
+"""What every family of lowerings shares: the array type, torch's promotion rules, casts, accumulation dtypes, dims.
+
+``cast`` is the one conversion between dtypes: XLA saturates and flushes where torch's CPU kernels wrap and round, so a
+plain ``astype`` to an integer, from a bool or to a float8 gives other numbers. ``promote`` asks torch itself.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import lax
-from torch._ops import OpOverload
+from jax.typing import DTypeLike
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as Promotion
 from torch._prims_common import elementwise_dtypes
 
-from isthmus._graph.names import Missing
-from isthmus._ops.known_schemas import arguments_of
-from isthmus._ops.registry import lowering
 from isthmus._runtime import compiler
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
-from isthmus.errors import Unsupported
 
-Array = Any
+Array = jax.Array
+DType = np.dtype[np.generic]
 FLOAT8 = frozenset(np.dtype(getattr(jnp, name)) for name in dir(jnp) if name.startswith("float8_"))
 DEFAULT = Promotion.DEFAULT
 NO_OPMATH = Promotion.NO_OPMATH
@@ -33,6 +33,14 @@ INT_TO_FLOAT = Promotion.INT_TO_FLOAT
 ALWAYS_BOOL = Promotion.ALWAYS_BOOL
 COMPLEX_TO_FLOAT = Promotion.COMPLEX_TO_FLOAT
 BOOL_TO_LONG = Promotion.BOOL_TO_LONG
+
+Dtypes = tuple[type, ...]
+"""Scalar types as ``jnp.issubdtype`` takes them: what a lowering's ``dtypes=`` admits."""
+FLOATING: Dtypes = (jnp.floating,)
+INEXACT: Dtypes = (jnp.inexact,)
+REAL: Dtypes = (jnp.floating, jnp.integer, np.bool_)
+FLOAT32_OR_64: Dtypes = (np.float32, np.float64)
+LAPACK: Dtypes = (np.float32, np.float64, np.complex64, np.complex128)
 
 
 @dataclass(frozen=True)
@@ -43,29 +51,34 @@ class Number:
     kind: type
 
 
-def promote(*operands: Any, kind: Promotion = DEFAULT) -> tuple[np.dtype[Any], np.dtype[Any]]:
-    """Return torch's (computation dtype, result dtype) for these arrays and numbers."""
+Scalar = Number | bool | int | float | complex
+"""A ``Scalar`` argument: a ``Number`` in a program, a Python number where one lowering calls another."""
+Operand = Array | Scalar
+
+
+def promote(*operands: Operand | None, kind: Promotion = DEFAULT) -> tuple[DType, DType]:
+    """Return torch's (computation dtype, result dtype) for these arrays and numbers; None takes no part."""
     stand_ins = [_stand_in(operand) for operand in operands if operand is not None]
     compute, result = elementwise_dtypes(*stand_ins, type_promotion_kind=kind)
     return to_jax_dtype(compute), to_jax_dtype(result)
 
 
-def _stand_in(operand: Any) -> Any:
+def _stand_in(operand: Operand) -> torch.Tensor | bool | int | float | complex:
     if isinstance(operand, Number):
-        return operand.kind(1)
+        return operand.kind(1)  # type: ignore[no-any-return]
     if isinstance(operand, (bool, int, float, complex)):
         return operand
     return torch.empty((1,) * operand.ndim, dtype=to_torch_dtype(operand.dtype), device="meta")
 
 
-def is_bool(operand: Any) -> bool:
+def is_bool(operand: Operand) -> bool:
     """Return whether an array or a number is of truth values."""
     if isinstance(operand, Number):
         return operand.kind is bool
     return isinstance(operand, bool) or getattr(operand, "dtype", None) == jnp.bool_
 
 
-def cast(operand: Any, dtype: Any) -> Array:
+def cast(operand: Operand | np.ndarray, dtype: DTypeLike) -> Array:
     """Return an array or a number as an array of ``dtype``, converted as torch converts."""
     array = operand.value if isinstance(operand, Number) else jnp.asarray(operand)
     dtype = np.dtype(dtype)
@@ -83,7 +96,7 @@ def cast(operand: Any, dtype: Any) -> Array:
     return array.astype(dtype)
 
 
-def _truncated(array: Array, dtype: np.dtype[Any]) -> Array:
+def _truncated(array: Array, dtype: DType) -> Array:
     """Return floats as integers, where they do not fit as x86 converts them; XLA saturates and makes 0 of a nan.
 
     The processor has instructions for int32 and int64, which give the least integer for all that is out of range,
@@ -103,7 +116,7 @@ def _truncated(array: Array, dtype: np.dtype[Any]) -> Array:
     )
 
 
-def _through_float32(array: Array, dtype: np.dtype[Any]) -> Array:
+def _through_float32(array: Array, dtype: DType) -> Array:
     """Return float8s as another type or another type as float8s: torch converts by way of float32, and saturates."""
     if array.dtype not in FLOAT8:
         wide = cast(array, jnp.float32)
@@ -173,53 +186,7 @@ def divide(a: Array, b: Array) -> Array:
     return jnp.true_divide(a, b)
 
 
-def ordered(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of numbers that have an order; JAX has one for complex numbers, torch refuses them."""
-
-    def checked(*given: Any) -> Array:
-        if any(jnp.iscomplexobj(x) for x in given if x is not None):
-            raise Unsupported("an order of complex numbers, which torch refuses as well")
-        return fn(*given)
-
-    return checked
-
-
-def elementwise(
-    op: OpOverload | Missing,
-    function: Callable[..., Any],
-    *,
-    promote_as: Promotion = DEFAULT,
-    static: Sequence[str] = (),
-) -> None:
-    """File ``function`` for ``op``: it gets the operands in the computation dtype, in the schema's order.
-
-    Operands are the tensors and numbers of the schema; arguments named in ``static`` follow by keyword.
-    """
-    if isinstance(op, Missing):
-        lowering(op)(function)
-        return
-    arguments = arguments_of(op)
-    operands = [a.name for a in arguments if a.kind in ("tensor", "scalar") and a.name not in static]
-
-    def lowered(**values: Any) -> Array:
-        given = [values.pop(name) for name in operands if name in values]
-        compute, result = promote(*given, kind=promote_as)
-        inputs = [None if g is None else cast(g, compute) for g in given]
-        return cast(function(*inputs, **values), result)
-
-    lowered.__doc__ = function.__doc__
-    lowered.__signature__ = keyword_signature([*operands, *static])  # type: ignore[attr-defined]
-    lowered.__wrapped_function__ = function  # type: ignore[attr-defined]
-    lowering(op, static=static)(lowered)
-
-
-def keyword_signature(names: Sequence[str]) -> inspect.Signature:
-    """Return a signature of these keyword parameters, for a lowering written as ``**values``."""
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Signature([inspect.Parameter(name, kind) for name in names])
-
-
-def accumulation_dtype(dtype: Any) -> np.dtype[Any]:
+def accumulation_dtype(dtype: DTypeLike) -> DType:
     """Return the dtype torch accumulates ``dtype`` in: at least float32."""
     dtype = np.dtype(dtype)
     if dtype in (np.dtype(jnp.bfloat16), np.dtype(np.float16)):
@@ -227,7 +194,7 @@ def accumulation_dtype(dtype: Any) -> np.dtype[Any]:
     return dtype
 
 
-def product_dtype(dtype: Any) -> np.dtype[Any]:
+def product_dtype(dtype: DTypeLike) -> DType:
     """Return the dtype products of matrices and convolutions of ``dtype`` are asked for.
 
     Accelerators accumulate half types in float32 whatever the result is, and round it as they store it. On the CPU

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from isthmus._graph.names import aten
-from isthmus._ops.linalg.factorizations import check_dtype, check_unchecked
+from isthmus._ops.common import LAPACK, Array
+from isthmus._ops.linalg.factorizations import check_unchecked
 from isthmus._ops.registry import lowering
 
-Array = Any
 Conjugate = Callable[[Array], Array]
 _ALPHA = (1 + np.sqrt(17)) / 8
 
@@ -119,12 +119,11 @@ def _batched(function: Callable[..., Any], ndim: int) -> Callable[..., Any]:
     return function
 
 
-@lowering(aten.linalg_ldl_factor_ex.default)
+@lowering(aten.linalg_ldl_factor_ex.default, dtypes=LAPACK)
 def linalg_ldl_factor_ex(
     self: Array, *, hermitian: bool = False, check_errors: bool = False
 ) -> tuple[Array, Array, Array]:
     """The packed factors, the pivots, and the first pivot that is zero."""
-    check_dtype(self)
     check_unchecked(check_errors)
     if self.size == 0:
         return self, jnp.zeros(self.shape[:-1], jnp.int32), jnp.zeros(self.shape[:-2], jnp.int32)
@@ -189,10 +188,9 @@ def _divide(packed: Array, x: Array, begins: Array, ends: Array, conjugate: Conj
     return jnp.where(begins[:, None], first, jnp.where(ends[:, None], second, single))
 
 
-@lowering(aten.linalg_ldl_solve.default)
+@lowering(aten.linalg_ldl_solve.default, dtypes=LAPACK)
 def linalg_ldl_solve(LD: Array, pivots: Array, B: Array, *, hermitian: bool = False) -> Array:
     """Solve with packed factors."""
-    check_dtype(LD, B)
     batch = jnp.broadcast_shapes(LD.shape[:-2], B.shape[:-2])
     B = jnp.broadcast_to(B, batch + B.shape[-2:])
     if B.size == 0:

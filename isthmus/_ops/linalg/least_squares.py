@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import torch
 
 from isthmus._graph.names import aten
-from isthmus._ops.linalg.factorizations import adjoint_of, broadcast_batch, check_dtype, solve_triangle
+from isthmus._ops.common import LAPACK, Array
+from isthmus._ops.linalg.factorizations import adjoint_of, broadcast_batch, solve_triangle
 from isthmus._ops.registry import lowering
 from isthmus._runtime.dtypes import to_torch_dtype
 from isthmus.errors import Unsupported
 
-Array = Any
 _HIGHEST = jax.lax.Precision.HIGHEST
 DRIVERS = ("gels", "gelsy", "gelsd", "gelss")
 
@@ -52,12 +50,11 @@ def _residuals(a: Array, x: Array, b: Array) -> Array:
     return jnp.square(jnp.abs(b - _times(a, x))).sum(-2)
 
 
-@lowering(aten.linalg_lstsq.default)
+@lowering(aten.linalg_lstsq.default, dtypes=LAPACK)
 def linalg_lstsq(
     self: Array, b: Array, rcond: float | None = None, *, driver: str | None = None
 ) -> tuple[Array, ...]:
     """The solution, and what the driver says besides of residuals, rank and singular values."""
-    check_dtype(self, b)
     driver = driver or "gelsy"
     rows, columns = self.shape[-2:]
     if driver not in DRIVERS or self.dtype != b.dtype or self.ndim < 2 or not 0 <= self.ndim - b.ndim <= 1:

@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import torch
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import accumulation_dtype, cast, keyword_signature, product_dtype, promote
+from isthmus._ops.common import Array, Scalar, accumulation_dtype, cast, product_dtype, promote
 from isthmus._ops.registry import lowering
 
-Array = Any
 _PRECISION = {
     "highest": jax.lax.Precision.HIGHEST,
     "high": jax.lax.Precision.HIGH,
@@ -33,15 +32,9 @@ def product(a: Array, b: Array, dtype: Any = None) -> Array:
     return jnp.matmul(a, b, precision=precision(), preferred_element_type=found)
 
 
-@lowering(aten.mm.default, matmul=True)
+@lowering(aten.mm.default, aten.bmm.default, matmul=True)
 def mm(self: Array, mat2: Array) -> Array:
-    """Matrix times matrix."""
-    return cast(product(self, mat2), self.dtype)
-
-
-@lowering(aten.bmm.default, matmul=True)
-def bmm(self: Array, mat2: Array) -> Array:
-    """A batch of matrix products."""
+    """Matrix times matrix, or a batch of such products."""
     return cast(product(self, mat2), self.dtype)
 
 
@@ -63,40 +56,55 @@ def vdot(self: Array, other: Array) -> Array:
     return cast(product(jnp.conj(self), other), self.dtype)
 
 
-def _plus(op: Any, names: tuple[str, str]) -> None:
-    first, second = names
-
-    def lowered(**values: Any) -> Array:
-        base, beta, alpha = values["self"], values.get("beta", 1), values.get("alpha", 1)
-        plain = all(isinstance(factor, int) and factor == 1 for factor in (alpha, beta))
-        # What is scaled or summed up is rounded afterwards.
-        dtype = None if plain and op is not aten.addbmm.default else accumulation_dtype(base.dtype)
-        found = product(values[first], values[second], dtype)
-        if op is aten.addbmm.default:
-            found = found.sum(0)
-        wide = found.dtype
-        if not (isinstance(alpha, int) and alpha == 1):
-            found = found * cast(alpha, wide)
-        if isinstance(beta, int) and beta == 1:
-            return cast(found + cast(base, wide), base.dtype)
-        factor = cast(beta, wide)
-        # A zero beta ignores the base altogether, nan and infinity in it included.
-        scaled = jnp.where(factor == 0, jnp.zeros((), wide), factor * cast(base, wide))
-        return cast(found + scaled, base.dtype)
-
-    lowered.__signature__ = keyword_signature(["self", first, second, "beta", "alpha"])  # type: ignore[attr-defined]
-    lowered.__doc__ = f"beta * self + alpha * ({first} @ {second})"
-    lowering(op, matmul=True)(lowered)
+def _added(self: Array, products: Array, beta: Scalar, alpha: Scalar) -> Array:
+    """Return ``beta * self + alpha * products`` in the dtype of ``self``, rounded once."""
+    dtype = products.dtype
+    if not _is_one(alpha):
+        products = products * cast(alpha, dtype)
+    if _is_one(beta):
+        return cast(products + cast(self, dtype), self.dtype)
+    factor = cast(beta, dtype)
+    # A zero beta ignores the base altogether, nan and infinity in it included.
+    scaled = jnp.where(factor == 0, jnp.zeros((), dtype), factor * cast(self, dtype))
+    return cast(products + scaled, self.dtype)
 
 
-_plus(aten.addmm.default, ("mat1", "mat2"))
-_plus(aten.baddbmm.default, ("batch1", "batch2"))
-_plus(aten.addbmm.default, ("batch1", "batch2"))
-_plus(aten.addmv.default, ("mat", "vec"))
+def _is_one(factor: Scalar) -> bool:
+    return isinstance(factor, int) and factor == 1
+
+
+def _product_for_sum(self: Array, a: Array, b: Array, beta: Scalar, alpha: Scalar) -> Array:
+    # What is scaled is rounded afterwards.
+    plain = _is_one(alpha) and _is_one(beta)
+    return product(a, b, None if plain else accumulation_dtype(self.dtype))
+
+
+@lowering(aten.addmm.default, matmul=True)
+def addmm(self: Array, mat1: Array, mat2: Array, beta: Scalar = 1, alpha: Scalar = 1) -> Array:
+    """``beta * self + alpha * (mat1 @ mat2)``."""
+    return _added(self, _product_for_sum(self, mat1, mat2, beta, alpha), beta, alpha)
+
+
+@lowering(aten.baddbmm.default, matmul=True)
+def baddbmm(self: Array, batch1: Array, batch2: Array, beta: Scalar = 1, alpha: Scalar = 1) -> Array:
+    """``beta * self + alpha * (batch1 @ batch2)``."""
+    return _added(self, _product_for_sum(self, batch1, batch2, beta, alpha), beta, alpha)
+
+
+@lowering(aten.addbmm.default, matmul=True)
+def addbmm(self: Array, batch1: Array, batch2: Array, beta: Scalar = 1, alpha: Scalar = 1) -> Array:
+    """``beta * self + alpha * (batch1 @ batch2).sum(0)``, rounded after the sum."""
+    return _added(self, product(batch1, batch2, accumulation_dtype(self.dtype)).sum(0), beta, alpha)
+
+
+@lowering(aten.addmv.default, matmul=True)
+def addmv(self: Array, mat: Array, vec: Array, beta: Scalar = 1, alpha: Scalar = 1) -> Array:
+    """``beta * self + alpha * (mat @ vec)``."""
+    return _added(self, _product_for_sum(self, mat, vec, beta, alpha), beta, alpha)
 
 
 @lowering(aten.addr.default)
-def addr(self: Array, vec1: Array, vec2: Array, beta: Any = 1, alpha: Any = 1) -> Array:
+def addr(self: Array, vec1: Array, vec2: Array, beta: Scalar = 1, alpha: Scalar = 1) -> Array:
     """beta * self + alpha * (vec1 outer vec2), rounded once."""
     wide, dtype = promote(self, vec1, vec2)
     found = cast(alpha, wide) * cast(vec1, wide)[:, None] * cast(vec2, wide)[None, :]

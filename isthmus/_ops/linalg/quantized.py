@@ -10,11 +10,10 @@ import numpy as np
 import torch
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import cast
+from isthmus._ops.common import Array, cast
 from isthmus._ops.registry import lowering
 from isthmus.errors import Unsupported
 
-Array = Any
 _FLOAT8 = {np.dtype(t) for t in (jnp.float8_e4m3fn, jnp.float8_e5m2)}
 _TENSORWISE, _ROWWISE = 0, 1  # torch.nn.functional.ScalingType
 

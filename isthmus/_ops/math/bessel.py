@@ -7,21 +7,15 @@ Values are to agree with torch, so it is left out here as well.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import jax.scipy.special as jsp
-import numpy as np
 
-from isthmus._graph.names import Missing, aten
-from isthmus._ops.common import INT_TO_FLOAT, cast, keyword_signature, promote
-from isthmus._ops.known_schemas import arguments_of
+from isthmus._graph.names import aten
+from isthmus._ops.common import FLOAT32_OR_64, INT_TO_FLOAT, Array
+from isthmus._ops.elementwise import elementwise
 from isthmus._ops.math import bessel_coefficients as c
-from isthmus._ops.registry import lowering
-from isthmus.errors import Unsupported
-
-Array = Any
 
 
 def polynomial(x: Array, coefficients: Sequence[float]) -> Array:
@@ -44,24 +38,6 @@ def chebyshev_sum(x: Array, coefficients: Sequence[float]) -> Array:
 
 def _ratio(x: Array, numerator: Sequence[float], denominator: Sequence[float]) -> Array:
     return polynomial(x, numerator) / polynomial(x, denominator)
-
-
-def full_precision(op: Any, function: Callable[..., Array]) -> None:
-    """File ``function`` for ``op`` in float32 and float64, the dtypes torch has it in."""
-    if isinstance(op, Missing):
-        lowering(op)(function)
-        return
-    names = [argument.name for argument in arguments_of(op)]
-
-    def lowered(**operands: Any) -> Array:
-        _, dtype = promote(*operands.values(), kind=INT_TO_FLOAT)
-        if dtype not in (np.dtype(np.float32), np.dtype(np.float64)):
-            raise Unsupported(f"{op} of {dtype}, which torch refuses as well")
-        return function(*(cast(operands[name], dtype) for name in names))
-
-    lowered.__doc__ = function.__doc__
-    lowered.__signature__ = keyword_signature(names)  # type: ignore[attr-defined]
-    lowering(op)(lowered)
 
 
 def _series(first: int) -> list[float]:
@@ -204,4 +180,5 @@ for _op, _fn in {
     aten.special_spherical_bessel_j0.default: _spherical_bessel_j0,
     aten.special_erfcx.default: erfcx,
 }.items():
-    full_precision(_op, _fn)
+    # torch has these in float32 and float64 only.
+    elementwise(_op, promote_as=INT_TO_FLOAT, dtypes=FLOAT32_OR_64)(_fn)

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-Array = Any
+from isthmus._ops.common import Array
+
 Function = Callable[[Array], Array]
 
 

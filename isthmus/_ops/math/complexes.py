@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import INT_TO_FLOAT, cast, elementwise, promote
+from isthmus._ops.common import INT_TO_FLOAT, Array, cast, promote
+from isthmus._ops.elementwise import elementwise
 from isthmus._ops.registry import lowering
-
-Array = Any
 
 
 @lowering(aten.complex.default)
@@ -38,6 +35,7 @@ def angle(self: Array) -> Array:
     return cast(jnp.where(jnp.isnan(x), x, found), result)
 
 
+@elementwise(aten.sgn.default)
 def _sgn(x: Array) -> Array:
     """The complex number of length one in the same direction, 0 for 0; the sign of a real number."""
     if jnp.iscomplexobj(x):
@@ -46,6 +44,3 @@ def _sgn(x: Array) -> Array:
     if x.dtype == jnp.bool_:
         return x
     return (x > 0).astype(x.dtype) - (x < 0).astype(x.dtype)
-
-
-elementwise(aten.sgn.default, _sgn)

@@ -7,19 +7,15 @@ point expansion for large parameters, and a fitted rational function between the
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import cast
+from isthmus._ops.common import FLOAT32_OR_64, Array, cast
 from isthmus._ops.math.bessel import polynomial
 from isthmus._ops.registry import lowering
-from isthmus.errors import Unsupported
-
-Array = Any
 
 # fmt: off
 _GAMMA = np.array([  # the power of log(x / alpha), then numerator and denominator by the power of log(alpha)
@@ -80,11 +76,9 @@ def _without_nan(x: Array) -> Array:
     return jnp.where(jnp.isnan(x), jnp.zeros_like(x), x)
 
 
-@lowering(aten._standard_gamma_grad.default)
+@lowering(aten._standard_gamma_grad.default, dtypes=FLOAT32_OR_64)
 def standard_gamma_grad(self: Array, output: Array) -> Array:
     """The gradient of ``output``, a sample of a standard gamma distribution, by its parameter."""
-    if self.dtype not in (np.float32, np.float64) or output.dtype != self.dtype:
-        raise Unsupported("gradients of gamma samples in these dtypes, which torch refuses as well")
     alpha, x = jnp.broadcast_arrays(self.astype(jnp.float64), output.astype(jnp.float64))
     found = jnp.where(alpha > 8, _gamma_saddle(alpha, x), _gamma_rational(alpha, x))
     return jnp.where(x < np.float32(0.8), _gamma_small(alpha, x), found).astype(self.dtype)
@@ -122,11 +116,9 @@ def _gamma_rational(alpha: Array, x: Array) -> Array:
     return jnp.exp(p / q)
 
 
-@lowering(aten._dirichlet_grad.default)
+@lowering(aten._dirichlet_grad.default, dtypes=FLOAT32_OR_64)
 def dirichlet_grad(x: Array, alpha: Array, total: Array) -> Array:
     """The scaled gradient of ``x``, a component of a Dirichlet sample, by its parameter ``alpha``."""
-    if x.dtype not in (np.float32, np.float64) or alpha.dtype != x.dtype or total.dtype != x.dtype:
-        raise Unsupported("gradients of Dirichlet samples in these dtypes, which torch refuses as well")
     x, alpha, total = jnp.broadcast_arrays(x, alpha, total)
     beta, edge = total - alpha, total * x * (1 - x)
     wide = [cast(v, jnp.float64) for v in (x, alpha, total)]

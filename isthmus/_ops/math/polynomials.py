@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from isthmus._graph.names import aten
-from isthmus._ops.math.bessel import full_precision
+from isthmus._ops.common import FLOAT32_OR_64, INT_TO_FLOAT, Array
+from isthmus._ops.elementwise import elementwise
 
-Array = Any
 Step = Callable[[Array, Array, Array], Array]
 
 
@@ -180,5 +179,7 @@ for _packet, _fn in {
     aten.special_laguerre_polynomial_l: _laguerre_polynomial_l,
     aten.special_legendre_polynomial_p: _legendre_polynomial_p,
 }.items():
-    for _overload in ("default", "x_scalar", "n_scalar"):
-        full_precision(getattr(_packet, _overload), _fn)
+    # torch has these in float32 and float64 only.
+    elementwise(
+        _packet.default, _packet.x_scalar, _packet.n_scalar, promote_as=INT_TO_FLOAT, dtypes=FLOAT32_OR_64
+    )(_fn)

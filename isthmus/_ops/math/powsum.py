@@ -7,11 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import accumulation_dtype, cast, wrap_dims
+from isthmus._ops.common import Array, accumulation_dtype, cast, wrap_dims
 from isthmus._ops.registry import lowering
 from isthmus.errors import Unsupported
-
-Array = Any
 
 
 @lowering(aten.linalg__powsum.default)

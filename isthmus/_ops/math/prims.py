@@ -7,10 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from isthmus._graph.names import prims
-from isthmus._ops.common import cast, promote
+from isthmus._ops.common import Array, cast, promote
 from isthmus._ops.registry import lowering
-
-Array = Any
 
 
 @lowering(prims.iota.default)

@@ -10,13 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import accumulation_dtype, cast
+from isthmus._ops.common import Array, accumulation_dtype, cast
 from isthmus._ops.linalg.matmul import precision
 from isthmus._ops.registry import lowering
 from isthmus._runtime import compiler, private
 from isthmus.errors import Unsupported
-
-Array = Any
 
 
 def _bias(logits: Array, bias: Array | None, is_causal: bool) -> Array:
@@ -93,8 +91,12 @@ def _fastest(
     return attention(query, key, value, bias, is_causal, scale)
 
 
-def _lift(x: Array | None) -> Array | None:
-    return x if x is None or x.ndim == 4 else x.reshape((1,) * (4 - x.ndim) + x.shape)
+def _lift(x: Array) -> Array:
+    return x if x.ndim == 4 else x.reshape((1,) * (4 - x.ndim) + x.shape)
+
+
+def _lift_bias(bias: Array | None) -> Array | None:
+    return None if bias is None else _lift(bias)
 
 
 @lowering(aten._scaled_dot_product_fused_attention_overrideable.default, matmul=True)
@@ -111,7 +113,7 @@ def fused_attention(
     """Attention without dropout; the extra results are what backward would need of a fused kernel."""
     if dropout_p:
         raise Unsupported("dropout inside attention")
-    out, sums = _fastest(_lift(query), _lift(key), _lift(value), _lift(attn_bias), is_causal, scale)
+    out, sums = _fastest(_lift(query), _lift(key), _lift(value), _lift_bias(attn_bias), is_causal, scale)
     out = cast(out.reshape(*query.shape[:-1], value.shape[-1]), query.dtype)
     nothing = jnp.zeros((), jnp.int64)
     return (out, cast(sums, jnp.float32), None, None, query.shape[-2], key.shape[-2], nothing, nothing, None)
@@ -141,8 +143,8 @@ def fused_attention_backward(
     max_k: int,
     dropout_p: float,
     is_causal: bool,
-    philox_seed: Array,
-    philox_offset: Array,
+    philox_seed: Array | None,
+    philox_offset: Array | None,
     scale: float | None = None,
 ) -> tuple[Array | None, ...]:
     """The gradients for query, key, value and bias, with the probabilities computed again."""
@@ -161,7 +163,7 @@ def fused_attention_backward(
     def forward(*given: Array) -> Array:
         bias = given[3] if floating else attn_bias
         q, k, v = (_lift(a) for a in given[:3])
-        found, _ = attention(q, k, v, _lift(bias), is_causal, scale)
+        found, _ = attention(q, k, v, _lift_bias(bias), is_causal, scale)
         return found.reshape(grad_out.shape)
 
     _, transpose = jax.vjp(forward, *operands)
@@ -184,7 +186,7 @@ def attention_for_cpu(
     """Attention as graphs of CPU tensors have it; also the sums that its backward is given."""
     if dropout_p:
         raise Unsupported("dropout inside attention")
-    out, sums = _fastest(query, key, value, _lift(attn_mask), is_causal, scale)
+    out, sums = _fastest(query, key, value, _lift_bias(attn_mask), is_causal, scale)
     # Where there is nothing to attend to, torch saves 0 here.
     sums = jnp.where(jnp.isneginf(sums), jnp.zeros_like(sums), sums)
     return cast(out, query.dtype), cast(sums, accumulation_dtype(query.dtype))
@@ -204,7 +206,22 @@ def attention_for_cpu_backward(
     scale: float | None = None,
 ) -> tuple[Array | None, ...]:
     """The gradients for query, key and value; a mask that needs one never comes this way."""
-    wanted = [True, True, True, False]
-    sizes = (None, None, query.shape[-2], key.shape[-2])
-    saved = (attn_mask, wanted, out, logsumexp, *sizes, dropout_p, is_causal, None, None, scale)
-    return fused_attention_backward(grad_out, query, key, value, *saved)[:3]
+    return fused_attention_backward(
+        grad_out,
+        query,
+        key,
+        value,
+        attn_mask,
+        [True, True, True, False],
+        out,
+        logsumexp,
+        None,
+        None,
+        query.shape[-2],
+        key.shape[-2],
+        dropout_p,
+        is_causal,
+        None,
+        None,
+        scale,
+    )[:3]

@@ -10,13 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import accumulation_dtype, cast, product_dtype
+from isthmus._ops.common import Array, accumulation_dtype, cast, product_dtype
 from isthmus._ops.nn import cpu_convolution
 from isthmus._ops.nn.cpu_convolution import Convolution, whole
 from isthmus._ops.registry import lowering
 from isthmus.errors import Unsupported
-
-Array = Any
 
 
 def _each(value: Sequence[int], n: int) -> list[int]:

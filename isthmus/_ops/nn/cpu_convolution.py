@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from isthmus._ops.common import cast
+from isthmus._ops.common import Array, cast
 from isthmus._ops.linalg.matmul import precision
 from isthmus._runtime import compiler
 
-Array = Any
 # Below so many products the loops are done before anything else has begun.
 _FEW = 2**18
 # Each adds to what XLA has to compile, in the gradient of the weight a sum.
@@ -94,13 +93,13 @@ def _by_places(given: Convolution) -> Array:
     window = weight.shape[2:]
     reach = [d * (k - 1) + 1 for d, k in zip(dilations, window, strict=True)]
     sizes = [(n - r) // s + 1 for n, r, s in zip(padded.shape[2:], reach, strides, strict=True)]
-    total: Array = 0
+    products = []
     for place in itertools.product(*map(range, window)):
         first = [at * d for at, d in zip(place, dilations, strict=True)]
         last = [f + (n - 1) * s + 1 for f, n, s in zip(first, sizes, strides, strict=True)]
         there = jax.lax.slice(padded, [0, 0, *first], [*padded.shape[:2], *last], [1, 1, *strides])
-        total = total + _product(there, weight[(..., *place)], groups, dtype)
-    return total
+        products.append(_product(there, weight[(..., *place)], groups, dtype))
+    return jnp.asarray(sum(products))  # from 0: a sum of negative zeros is a positive one, as a dot's is
 
 
 def _product(there: Array, weight: Array, groups: int, dtype: Any) -> Array:

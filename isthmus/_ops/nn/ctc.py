@@ -7,13 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from isthmus._graph.names import aten
+from isthmus._ops.common import FLOAT32_OR_64, Array
 from isthmus._ops.registry import lowering
 from isthmus.errors import Unsupported
 
-Array = Any
+Lengths = Sequence[int] | Array
+"""Lengths of sequences: known before the program runs, or an array."""
 
 
 def _rows(targets: Array, lengths: Array, width: int) -> Array:
@@ -96,8 +97,6 @@ def _ends(width: int, lengths: Array) -> tuple[Array, Array]:
 
 
 def _check(log_probs: Array) -> None:
-    if log_probs.dtype not in (np.float32, np.float64):
-        raise Unsupported(f"torch has no such loss in {log_probs.dtype}")
     if not log_probs.size:
         raise Unsupported("torch refuses log probabilities of nothing")
 
@@ -117,19 +116,39 @@ def _forward(
     return jnp.where(times == 0, timeless, loss), alphas.transpose(1, 0, 2)
 
 
-def _backward(
+@lowering(aten._ctc_loss.default, aten._ctc_loss.Tensor, dtypes=FLOAT32_OR_64)
+def ctc_loss(
+    log_probs: Array,
+    targets: Array,
+    input_lengths: Lengths,
+    target_lengths: Lengths,
+    blank: int = 0,
+    zero_infinity: bool = False,
+) -> tuple[Array, Array]:
+    """The loss of each sequence and its alphas; ``zero_infinity`` concerns the gradient alone."""
+    # Where lengths are known only at run time, the alphas have room for targets as long as their tensor allows.
+    known = isinstance(target_lengths, Sequence)
+    width = max(target_lengths, default=0) if known else targets.shape[-1]
+    times, lengths = (jnp.asarray(n, jnp.int64) for n in (input_lengths, target_lengths))
+    return _forward(log_probs, targets, times, lengths, width, blank)
+
+
+@lowering(aten._ctc_loss_backward.default, aten._ctc_loss_backward.Tensor, dtypes=FLOAT32_OR_64)
+def ctc_loss_backward(
     grad: Array,
     log_probs: Array,
     targets: Array,
-    times: Array,
-    lengths: Array,
-    loss: Array,
+    input_lengths: Lengths,
+    target_lengths: Lengths,
+    neg_log_likelihood: Array,
     log_alpha: Array,
     blank: int,
-    zero_infinity: bool,
+    zero_infinity: bool = False,
 ) -> Array:
-    """Return the gradient for the log probabilities: what a class has, less what the alignments give it."""
+    """The gradient for the log probabilities: what a class has, less what the alignments give it."""
     _check(log_probs)
+    loss = neg_log_likelihood
+    times, lengths = (jnp.asarray(n, jnp.int64) for n in (input_lengths, target_lengths))
     width = (log_alpha.shape[2] - 1) // 2
     states = _states(targets, lengths, width, blank)
     within, last = _ends(width, lengths)
@@ -147,67 +166,3 @@ def _backward(
     if zero_infinity:
         live = live & (loss != jnp.inf)[:, None]
     return jnp.where(live, found, jnp.zeros((), found.dtype))
-
-
-@lowering(aten._ctc_loss.default)
-def ctc_loss(
-    log_probs: Array,
-    targets: Array,
-    input_lengths: Sequence[int],
-    target_lengths: Sequence[int],
-    blank: int = 0,
-    zero_infinity: bool = False,
-) -> tuple[Array, Array]:
-    """The loss of each sequence and its alphas, for lengths known before the program runs."""
-    times, lengths = (jnp.asarray(n, jnp.int64) for n in (input_lengths, target_lengths))
-    return _forward(log_probs, targets, times, lengths, max(target_lengths, default=0), blank)
-
-
-@lowering(aten._ctc_loss.Tensor)
-def ctc_loss_tensor(
-    log_probs: Array,
-    targets: Array,
-    input_lengths: Array,
-    target_lengths: Array,
-    blank: int = 0,
-    zero_infinity: bool = False,
-) -> tuple[Array, Array]:
-    """The loss of each sequence and its alphas, which have room for targets as long as their tensor allows."""
-    times, lengths = (n.astype(jnp.int64) for n in (input_lengths, target_lengths))
-    return _forward(log_probs, targets, times, lengths, targets.shape[-1], blank)
-
-
-@lowering(aten._ctc_loss_backward.default)
-def ctc_loss_backward(
-    grad: Array,
-    log_probs: Array,
-    targets: Array,
-    input_lengths: Sequence[int],
-    target_lengths: Sequence[int],
-    neg_log_likelihood: Array,
-    log_alpha: Array,
-    blank: int,
-    zero_infinity: bool = False,
-) -> Array:
-    """The gradient for the log probabilities, for lengths known before the program runs."""
-    times, lengths = (jnp.asarray(n, jnp.int64) for n in (input_lengths, target_lengths))
-    rest = (neg_log_likelihood, log_alpha, blank, zero_infinity)
-    return _backward(grad, log_probs, targets, times, lengths, *rest)
-
-
-@lowering(aten._ctc_loss_backward.Tensor)
-def ctc_loss_backward_tensor(
-    grad: Array,
-    log_probs: Array,
-    targets: Array,
-    input_lengths: Array,
-    target_lengths: Array,
-    neg_log_likelihood: Array,
-    log_alpha: Array,
-    blank: int,
-    zero_infinity: bool = False,
-) -> Array:
-    """The gradient for the log probabilities."""
-    times, lengths = (n.astype(jnp.int64) for n in (input_lengths, target_lengths))
-    rest = (neg_log_likelihood, log_alpha, blank, zero_infinity)
-    return _backward(grad, log_probs, targets, times, lengths, *rest)

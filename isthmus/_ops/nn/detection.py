@@ -14,12 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from isthmus._ops.common import accumulation_dtype, cast, divide
+from isthmus._ops.common import Array, accumulation_dtype, cast, divide
 from isthmus._ops.registry import lowering_when_defined
 from isthmus._runtime.dtypes import to_torch_dtype
 from isthmus.errors import Unsupported
-
-Array = Any
 
 
 def _check_floating(*arrays: Array) -> None:
@@ -186,7 +184,8 @@ def roi_align(
     bins, dtype = (pooled_height, pooled_width), accumulation_dtype(input.dtype)
     if rois.shape[0] == 0 or input.size == 0:
         return jnp.zeros((rois.shape[0], input.shape[1], *bins), input.dtype)
-    axes = _axes(rois, spatial_scale, bins, input.shape[2:], sampling_ratio, aligned)
+    height, width = input.shape[2:]
+    axes = _axes(rois, spatial_scale, bins, (height, width), sampling_ratio, aligned)
     pixels, images = input.transpose(0, 2, 3, 1), _images(rois)
 
     def add(total: Array, rows: Array, columns: Array, weight: Array) -> Array:

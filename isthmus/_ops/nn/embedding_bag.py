@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import accumulation_dtype, cast
+from isthmus._ops.common import Array, accumulation_dtype, cast
 from isthmus._ops.registry import lowering
 from isthmus._ops.value_checks import require
 from isthmus.errors import Unsupported
 
-Array = Any
 SUM, MEAN, MAX = 0, 1, 2
 
 
@@ -64,7 +61,8 @@ def _maxima(rows: Array, bag: Array, bags: int, kept: Array, indices: Array) -> 
     return jnp.where(filled, jnp.where(poisoned, jnp.nan, top), 0), found
 
 
-def _embedding_bag(
+@lowering(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
+def embedding_bag(
     weight: Array,
     indices: Array,
     offsets: Array,
@@ -74,33 +72,29 @@ def _embedding_bag(
     per_sample_weights: Array | None = None,
     include_last_offset: bool = False,
     padding_idx: int = -1,
-) -> Any:
+) -> tuple[Array, ...]:
     """The bags, and for the gradient: the bag of each index, the size of each bag, the rows of the maxima."""
     count, bags = indices.shape[0], offsets.shape[0] - include_last_offset
     _check(weight, indices, per_sample_weights, bags)
     _require_offsets(offsets, count, include_last_offset)
     bag, kept = _bag_of_each(offsets[:bags], count), indices != padding_idx
-    wide = accumulation_dtype(weight.dtype)
-    rows = cast(jnp.take(weight, indices, axis=0, mode="clip"), wide)
+    # Rows are widened after they are taken: a float32 copy of the table would be far larger than the bags.
+    rows = cast(jnp.take(weight, indices, axis=0, mode="clip"), accumulation_dtype(weight.dtype))
     sizes = jax.ops.segment_sum(kept.astype(indices.dtype), bag, bags)
     maxima = jnp.zeros((0,), indices.dtype)
     if mode == MAX:
         found, maxima = _maxima(rows, bag, bags, kept, indices)
     else:
         if per_sample_weights is not None:
-            rows = rows * cast(per_sample_weights, wide)[:, None]
+            rows = rows * cast(per_sample_weights, rows.dtype)[:, None]
         found = jax.ops.segment_sum(jnp.where(kept[:, None], rows, 0), bag, bags)
         if mode == MEAN:
-            found = found / jnp.maximum(sizes, 1).astype(wide)[:, None]
+            found = found / jnp.maximum(sizes, 1).astype(rows.dtype)[:, None]
         else:
             sizes = jnp.zeros_like(sizes)  # torch counts only where the gradient needs it
     # The end of the last bag has an entry among the sizes too.
     sizes = jnp.pad(sizes, (0, offsets.shape[0] - bags))
     return cast(found, weight.dtype), bag.astype(indices.dtype), sizes, maxima
-
-
-lowering(aten._embedding_bag.default)(_embedding_bag)
-lowering(aten._embedding_bag_forward_only.default)(_embedding_bag)
 
 
 def _dense_gradient(
@@ -116,28 +110,26 @@ def _dense_gradient(
     padding_idx: int,
 ) -> Array:
     """Return each bag's gradient added to the rows it was made of."""
-    wide, width = accumulation_dtype(grad.dtype), grad.shape[1]
-    grad, total = cast(grad, wide), jnp.zeros((num_weights, width), wide)
+    width = grad.shape[1]
+    total = jnp.zeros((num_weights, width), grad.dtype)
     if mode == MAX:
         if scale_grad_by_freq:
             raise Unsupported("the gradient of a maximum is not scaled by frequency")
         filled = bag_size[: grad.shape[0], None] != 0
         rows = jnp.where(filled, maximum_indices, num_weights)
         return total.at[rows, jnp.arange(width)[None, :]].add(grad, mode="drop")
-    scale = jnp.ones(indices.shape, wide)
-    if per_sample_weights is not None:
-        scale = cast(per_sample_weights, wide)
+    scale = jnp.ones(indices.shape, grad.dtype) if per_sample_weights is None else per_sample_weights
     if scale_grad_by_freq:
         counts = jnp.zeros((num_weights,), jnp.int64).at[indices].add(1, mode="drop")
-        scale = scale / counts[indices].astype(wide)
+        scale = scale / counts[indices].astype(grad.dtype)
     if mode == MEAN:
-        scale = scale / jnp.maximum(bag_size[bag], 1).astype(wide)
+        scale = scale / jnp.maximum(bag_size[bag], 1).astype(grad.dtype)
     # An index outside the table is dropped: the padding row is sent there.
     rows = jnp.where(indices == padding_idx, num_weights, indices)
     return total.at[rows].add(grad[bag] * scale[:, None], mode="drop")
 
 
-@lowering(aten._embedding_bag_backward.default)
+@lowering(aten._embedding_bag_backward.default, accumulate=True)
 def embedding_bag_backward(
     grad: Array,
     indices: Array,
@@ -156,14 +148,13 @@ def embedding_bag_backward(
     if sparse:
         raise Unsupported("a sparse gradient")
     bag = _given_bags(offset2bag, offsets[: grad.shape[0]], indices)
-    found = _dense_gradient(
+    return _dense_gradient(
         grad, indices, bag, bag_size, maximum_indices,
         num_weights, scale_grad_by_freq, mode, per_sample_weights, padding_idx,
     )  # fmt: skip
-    return cast(found, grad.dtype)
 
 
-@lowering(aten._embedding_bag_dense_backward.default)
+@lowering(aten._embedding_bag_dense_backward.default, accumulate=True)
 def embedding_bag_dense_backward(
     grad: Array,
     indices: Array,
@@ -179,11 +170,10 @@ def embedding_bag_dense_backward(
     """The gradient of the table, given the bag of each index."""
     if offset2bag.shape != indices.shape:
         raise Unsupported("the bag of each index is not known")
-    found = _dense_gradient(
+    return _dense_gradient(
         grad, indices, offset2bag, bag_size, maximum_indices,
         num_weights, scale_grad_by_freq, mode, per_sample_weights, padding_idx,
     )  # fmt: skip
-    return cast(found, grad.dtype)
 
 
 def _given_bags(offset2bag: Array, offsets: Array, indices: Array) -> Array:
@@ -204,7 +194,8 @@ def embedding_bag_per_sample_weights_backward(
     """The gradient of each sample's weight: its row times its bag's gradient; none for padding."""
     if weight.shape[0] == 0 or grad.shape[0] == 0:
         raise Unsupported("bags of an empty table")
-    bag, wide = _given_bags(offset2bag, offsets[: grad.shape[0]], indices), accumulation_dtype(grad.dtype)
+    bag = _given_bags(offset2bag, offsets[: grad.shape[0]], indices)
+    wide = accumulation_dtype(grad.dtype)
     rows = cast(jnp.take(weight, indices, axis=0, mode="clip"), wide)
-    found = (cast(grad, wide)[bag] * rows).sum(-1)
-    return cast(jnp.where(indices == padding_idx, 0, found), grad.dtype)
+    products = (cast(grad, wide)[bag] * rows).sum(-1)
+    return cast(jnp.where(indices == padding_idx, 0, products), grad.dtype)

@@ -8,20 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import cast
+from isthmus._ops.common import FLOAT32_OR_64, Array, cast
 from isthmus._ops.nn.loss import reduce
 from isthmus._ops.registry import lowering
 from isthmus._ops.value_checks import require
 from isthmus.errors import Unsupported
 
-Array = Any
 _NONE, _MEAN = 0, 1
 
 
 def _rows(x: Array, target: Array) -> tuple[Array, Array]:
     """Return the scores one row a sample, and the targets likewise."""
-    if x.dtype not in (np.float32, np.float64) or target.dtype != np.int64:
-        raise Unsupported(f"torch has no such loss of {x.dtype} and {target.dtype}")
+    if target.dtype != np.int64:
+        raise Unsupported(f"targets of {target.dtype}, which torch refuses as well")
     samples = x.shape[0] if x.ndim > 1 else 1
     return x.reshape(samples, x.size // max(samples, 1)), target.reshape(
         samples, target.size // max(samples, 1)
@@ -45,7 +44,7 @@ def _margins(
     return near, own, scale
 
 
-@lowering(aten.multi_margin_loss.default, static=["p"])
+@lowering(aten.multi_margin_loss.default, static=["p"], dtypes=FLOAT32_OR_64)
 def multi_margin_loss(
     self: Array,
     target: Array,
@@ -63,7 +62,7 @@ def multi_margin_loss(
     return reduce(loss.reshape(target.shape) if reduction == _NONE else loss, reduction, self.dtype)
 
 
-@lowering(aten.multi_margin_loss_backward.default, static=["p"])
+@lowering(aten.multi_margin_loss_backward.default, static=["p"], dtypes=FLOAT32_OR_64)
 def multi_margin_loss_backward(
     grad_output: Array,
     self: Array,
@@ -104,7 +103,7 @@ def _violations(rows: Array, target: Array, real: Array, others: Array) -> Array
     return jnp.where((away > 0) & real[:, :, None] & others[:, None, :], away, jnp.zeros((), rows.dtype))
 
 
-@lowering(aten.multilabel_margin_loss_forward.default)
+@lowering(aten.multilabel_margin_loss_forward.default, dtypes=FLOAT32_OR_64)
 def multilabel_margin_loss_forward(self: Array, target: Array, reduction: int) -> tuple[Array, Array]:
     """How far other classes are from being 1 below each target, and which classes are targets."""
     rows, wanted = _rows(self, target)
@@ -117,7 +116,7 @@ def multilabel_margin_loss_forward(self: Array, target: Array, reduction: int) -
     return reduce(each, reduction, self.dtype), (counts > 0).astype(self.dtype).reshape(target.shape)
 
 
-@lowering(aten.multilabel_margin_loss_backward.default)
+@lowering(aten.multilabel_margin_loss_backward.default, dtypes=FLOAT32_OR_64)
 def multilabel_margin_loss_backward(
     grad_output: Array, self: Array, target: Array, reduction: int, is_target: Array
 ) -> Array:

@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import accumulation_dtype, cast
+from isthmus._ops.common import Array, accumulation_dtype, cast
 from isthmus._ops.linalg.matmul import product
 from isthmus._ops.registry import lowering
 from isthmus.errors import Unsupported
 
-Array = Any
 _LSTM = 2  # oneDNN's number for this kind of network
 
 
@@ -21,7 +20,7 @@ def _plus(gates: Array, bias: Array | None) -> Array:
     return gates if bias is None else gates + cast(bias, gates.dtype)
 
 
-@lowering(aten._thnn_fused_lstm_cell.default)
+@lowering(aten._thnn_fused_lstm_cell.default, accumulate="input_gates")
 def lstm_cell(
     input_gates: Array,
     hidden_gates: Array,
@@ -30,37 +29,33 @@ def lstm_cell(
     hidden_bias: Array | None = None,
 ) -> tuple[Array, Array, Array]:
     """One step of an LSTM: the new hidden and cell states, and the gates for backward."""
-    dtype, wide = input_gates.dtype, accumulation_dtype(input_gates.dtype)
-    total = _plus(cast(input_gates, wide), input_bias) + _plus(cast(hidden_gates, wide), hidden_bias)
+    total = _plus(input_gates, input_bias) + _plus(hidden_gates, hidden_bias)
     i, f, g, o = jnp.split(total, 4, axis=1)
     i, f, g, o = jax.nn.sigmoid(i), jax.nn.sigmoid(f), jnp.tanh(g), jax.nn.sigmoid(o)
-    cy = f * cast(cx, wide) + i * g
-    workspace = jnp.concatenate([i, f, g, o], axis=1)
-    return cast(o * jnp.tanh(cy), dtype), cast(cy, dtype), cast(workspace, dtype)
+    cy = f * cx + i * g
+    return o * jnp.tanh(cy), cy, jnp.concatenate([i, f, g, o], axis=1)
 
 
-@lowering(aten._thnn_fused_lstm_cell_backward_impl.default)
+@lowering(aten._thnn_fused_lstm_cell_backward_impl.default, accumulate="workspace")
 def lstm_cell_backward(
     grad_hy: Array | None, grad_cy: Array | None, cx: Array, cy: Array, workspace: Array, has_bias: bool
 ) -> tuple[Array | None, ...]:
     """The gradients of ``_thnn_fused_lstm_cell`` for the gates, the cell state and the bias."""
-    dtype, wide = workspace.dtype, accumulation_dtype(workspace.dtype)
-    c, new = cast(cx, wide), jnp.tanh(cast(cy, wide))
-    i, f, g, o = jnp.split(cast(workspace, wide), 4, axis=1)
-    gh, gc = (jnp.zeros_like(c) if a is None else cast(a, wide) for a in (grad_hy, grad_cy))
-    state = gh * o * (1 - new * new) + gc
+    new = jnp.tanh(cy)
+    i, f, g, o = jnp.split(workspace, 4, axis=1)
+    hidden, cell = (jnp.zeros_like(cx) if grad is None else grad for grad in (grad_hy, grad_cy))
+    state = hidden * o * (1 - new * new) + cell
     parts = [
         state * g * i * (1 - i),
-        state * c * f * (1 - f),
+        state * cx * f * (1 - f),
         state * i * (1 - g * g),
-        gh * new * o * (1 - o),
+        hidden * new * o * (1 - o),
     ]
     gates = jnp.concatenate(parts, axis=1)
-    bias = cast(gates.sum(0), dtype) if has_bias else None
-    return cast(gates, dtype), cast(state * f, dtype), bias
+    return gates, state * f, gates.sum(0) if has_bias else None
 
 
-@lowering(aten._thnn_fused_gru_cell.default)
+@lowering(aten._thnn_fused_gru_cell.default, accumulate="input_gates")
 def gru_cell(
     input_gates: Array,
     hidden_gates: Array,
@@ -69,30 +64,26 @@ def gru_cell(
     hidden_bias: Array | None = None,
 ) -> tuple[Array, Array]:
     """One step of a GRU: the new hidden state, and what backward needs."""
-    dtype, wide = input_gates.dtype, accumulation_dtype(input_gates.dtype)
-    h = cast(hx, wide)
-    from_input = jnp.split(_plus(cast(input_gates, wide), input_bias), 3, axis=1)
-    from_hidden = jnp.split(_plus(cast(hidden_gates, wide), hidden_bias), 3, axis=1)
+    from_input = jnp.split(_plus(input_gates, input_bias), 3, axis=1)
+    from_hidden = jnp.split(_plus(hidden_gates, hidden_bias), 3, axis=1)
     reset = jax.nn.sigmoid(from_input[0] + from_hidden[0])
     update = jax.nn.sigmoid(from_input[1] + from_hidden[1])
     new = jnp.tanh(from_input[2] + reset * from_hidden[2])
-    workspace = jnp.concatenate([reset, update, new, h, from_hidden[2]], axis=1)
-    return cast(new + update * (h - new), dtype), cast(workspace, dtype)
+    workspace = jnp.concatenate([reset, update, new, hx, from_hidden[2]], axis=1)
+    return new + update * (hx - new), workspace
 
 
-@lowering(aten._thnn_fused_gru_cell_backward.default)
+@lowering(aten._thnn_fused_gru_cell_backward.default, accumulate="workspace")
 def gru_cell_backward(grad_hy: Array, workspace: Array, has_bias: bool) -> tuple[Array | None, ...]:
     """The gradients of ``_thnn_fused_gru_cell`` for both sets of gates, the hidden state and the biases."""
-    dtype, wide = workspace.dtype, accumulation_dtype(workspace.dtype)
-    reset, update, new, h, hidden = jnp.split(cast(workspace, wide), 5, axis=1)
-    grad = cast(grad_hy, wide)
-    for_update = grad * (h - new) * (1 - update) * update
-    for_new = grad * (1 - update) * (1 - new * new)
+    reset, update, new, h, hidden = jnp.split(workspace, 5, axis=1)
+    for_update = grad_hy * (h - new) * (1 - update) * update
+    for_new = grad_hy * (1 - update) * (1 - new * new)
     for_reset = for_new * hidden * (1 - reset) * reset
     by_input = jnp.concatenate([for_reset, for_update, for_new], axis=1)
     by_hidden = jnp.concatenate([for_reset, for_update, for_new * reset], axis=1)
-    biases = [cast(g.sum(0), dtype) if has_bias else None for g in (by_input, by_hidden)]
-    return cast(by_input, dtype), cast(by_hidden, dtype), cast(grad * update, dtype), *biases
+    biases = [grad.sum(0) if has_bias else None for grad in (by_input, by_hidden)]
+    return by_input, by_hidden, grad_hy * update, *biases
 
 
 def _lstm_layer(

@@ -9,16 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import accumulation_dtype, cast, wrap_dim
+from isthmus._ops.common import FLOATING, Array, accumulation_dtype, cast, wrap_dim
 from isthmus._ops.registry import lowering
 from isthmus.errors import Unsupported
 
-Array = Any
-
 
 def _along(function: Callable[[Array, int], Array], x: Array, dim: int, half_to_float: bool) -> Array:
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise Unsupported(f"softmax in {x.dtype}, which torch refuses as well")
     result = jnp.float32 if half_to_float else x.dtype
     if x.size == 0:
         return jnp.zeros(x.shape, result)
@@ -26,7 +22,7 @@ def _along(function: Callable[[Array, int], Array], x: Array, dim: int, half_to_
     return cast(function(wide, wrap_dim(dim, x.ndim)).reshape(x.shape), result)
 
 
-@lowering(aten._softmax.default)
+@lowering(aten._softmax.default, dtypes=FLOATING)
 def softmax(self: Array, dim: int, half_to_float: bool) -> Array:
     """Softmax along ``dim``."""
     return _along(lambda x, axis: jax.nn.softmax(x, axis=axis), self, dim, half_to_float)
@@ -36,6 +32,8 @@ def softmax(self: Array, dim: int, half_to_float: bool) -> Array:
 def safe_softmax(self: Array, dim: int, dtype: Any = None) -> Array:
     """Softmax along ``dim``, zero where every element of a row is minus infinity."""
     x = self if dtype is None else cast(self, dtype)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise Unsupported(f"a softmax of {x.dtype}, which torch refuses as well")
 
     def function(x: Array, axis: int) -> Array:
         masked = jnp.all(x == -jnp.inf, axis=axis, keepdims=True)
@@ -45,7 +43,7 @@ def safe_softmax(self: Array, dim: int, dtype: Any = None) -> Array:
     return _along(function, x, dim, False)
 
 
-@lowering(aten._log_softmax.default)
+@lowering(aten._log_softmax.default, dtypes=FLOATING)
 def log_softmax(self: Array, dim: int, half_to_float: bool) -> Array:
     """The logarithm of softmax along ``dim``."""
     return _along(lambda x, axis: jax.nn.log_softmax(x, axis=axis), self, dim, half_to_float)

@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import accumulation_dtype, cast
+from isthmus._ops.common import Array, accumulation_dtype, cast
 from isthmus._ops.linalg.matmul import precision, product
 from isthmus._ops.nn.normalization import layer_norm
 from isthmus._ops.registry import lowering
 
-Array = Any
 _OVER_PAIRS, _OVER_KEYS = 0, 1
 
 

@@ -8,11 +8,10 @@ import jax.numpy as jnp
 
 from isthmus._graph.names import Missing, aten
 from isthmus._graph.schema import schema_of
-from isthmus._ops.common import accumulation_dtype, cast, keyword_signature
+from isthmus._ops.common import Array, accumulation_dtype, cast
+from isthmus._ops.elementwise import keyword_signature
 from isthmus._ops.known_schemas import arguments_of
 from isthmus._ops.registry import lowering, registry
-
-Array = Any
 
 
 def single(op: Any, values: tuple[Any, ...], keywords: dict[str, Any]) -> Array:
@@ -48,40 +47,11 @@ def _foreach(name: str, op: Any, **order: str) -> None:
     lowering(listed, static=("ord",) if "ord" in names else ())(lowered)
 
 
-UNARY = [
-    "abs",
-    "acos",
-    "asin",
-    "atan",
-    "ceil",
-    "cos",
-    "cosh",
-    "erf",
-    "erfc",
-    "exp",
-    "expm1",
-    "floor",
-    "frac",
-    "lgamma",
-    "log",
-    "log10",
-    "log1p",
-    "log2",
-    "neg",
-    "reciprocal",
-    "round",
-    "rsqrt",
-    "sigmoid",
-    "sign",
-    "sin",
-    "sinh",
-    "sqrt",
-    "tan",
-    "tanh",
-    "trunc",
-    "zero",
-]
-for _name in UNARY:
+UNARY = (
+    "abs acos asin atan ceil cos cosh erf erfc exp expm1 floor frac lgamma log log10 log1p log2 neg reciprocal round "
+    "rsqrt sigmoid sign sin sinh sqrt tan tanh trunc zero"
+)
+for _name in UNARY.split():
     _foreach(f"{_name}.default", getattr(aten, _name).default)
 
 for _name in ("add", "sub"):

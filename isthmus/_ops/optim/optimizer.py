@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import accumulation_dtype, cast
+from isthmus._ops.common import Array, accumulation_dtype, cast
 from isthmus._ops.registry import lowering
 
-Array = Any
 Arrays = list[Any]
 
 
@@ -80,122 +80,116 @@ def _correction(base: Any, step: Array, wide: Any) -> Array:
 _ADAM = ("lr", "beta1", "beta2", "weight_decay", "eps")
 
 
-def _file_adam(op: Any, decoupled: bool, dynamic: tuple[str, ...]) -> None:
-    @lowering(op, dynamic=dynamic)
-    def adam(
-        self: Arrays,
-        grads: Arrays,
-        exp_avgs: Arrays,
-        exp_avg_sqs: Arrays,
-        max_exp_avg_sqs: Arrays,
-        state_steps: Arrays,
-        lr: Any,
-        beta1: Any,
-        beta2: Any,
-        weight_decay: Any,
-        eps: Any,
-        amsgrad: bool,
-        maximize: bool,
-        grad_scale: Array | None = None,
-        found_inf: Array | None = None,
-    ) -> list[Arrays]:
-        """A step of Adam; AdamW where the weight decay is decoupled."""
-        lists = (self, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps)
-        numbers = {
-            "lr": lr,
-            "beta1": beta1,
-            "beta2": beta2,
-            "weight_decay": weight_decay,
-            "eps": eps,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "grad_scale": grad_scale,
-        }
-        columns = list(
-            zip(*[_adam_step(i, lists, numbers, decoupled) for i in range(len(self))], strict=True)
-        )
-        new = [list(column) for column in columns]
-        if not amsgrad:
-            new[4] = max_exp_avg_sqs
-        return _unless(found_inf, new, lists[:5])
+def _adam(
+    decoupled: bool,
+    self: Arrays,
+    grads: Arrays,
+    exp_avgs: Arrays,
+    exp_avg_sqs: Arrays,
+    max_exp_avg_sqs: Arrays,
+    state_steps: Arrays,
+    lr: Any,
+    beta1: Any,
+    beta2: Any,
+    weight_decay: Any,
+    eps: Any,
+    amsgrad: bool,
+    maximize: bool,
+    grad_scale: Array | None = None,
+    found_inf: Array | None = None,
+) -> list[Arrays]:
+    """A step of Adam; AdamW where the weight decay is decoupled."""
+    lists = (self, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps)
+    numbers = {
+        "lr": lr,
+        "beta1": beta1,
+        "beta2": beta2,
+        "weight_decay": weight_decay,
+        "eps": eps,
+        "amsgrad": amsgrad,
+        "maximize": maximize,
+        "grad_scale": grad_scale,
+    }
+    columns = list(zip(*[_adam_step(i, lists, numbers, decoupled) for i in range(len(self))], strict=True))
+    new = [list(column) for column in columns]
+    if not amsgrad:
+        new[4] = max_exp_avg_sqs
+    return _unless(found_inf, new, lists[:5])
 
 
-for _op, _decoupled in ((aten._fused_adam, False), (aten._fused_adamw, True)):
-    _file_adam(_op.default, _decoupled, _ADAM)
-    _file_adam(_op.tensor_lr, _decoupled, _ADAM[1:])
+for _packet, _decoupled in ((aten._fused_adam, False), (aten._fused_adamw, True)):
+    lowering(_packet.default, _packet.tensor_lr, dynamic=_ADAM)(functools.partial(_adam, _decoupled))
 
 
-def _file_sgd(op: Any, dynamic: tuple[str, ...]) -> None:
-    @lowering(op, dynamic=dynamic)
-    def sgd(
-        self: Arrays,
-        grads: Arrays,
-        momentum_buffer_list: Arrays,
-        weight_decay: Any,
-        momentum: Any,
-        lr: Any,
-        dampening: Any,
-        nesterov: bool,
-        maximize: bool,
-        is_first_step: bool,
-        grad_scale: Array | None = None,
-        found_inf: Array | None = None,
-    ) -> list[Arrays]:
-        """A step of gradient descent with momentum where there are buffers for it."""
-        params, written, buffers = [], [], []
-        for index, old in enumerate(self):
-            wide = _wide(old)
-            grad, unscaled = _gradient(grads[index], wide, grad_scale, maximize)
-            param = cast(old, wide)
-            grad = grad + cast(weight_decay, wide) * param
-            if momentum_buffer_list:
-                factor, buffer = cast(momentum, wide), momentum_buffer_list[index]
-                moved = factor * cast(buffer, wide) + _rest(dampening, wide) * grad
-                moved = grad if is_first_step else moved
-                grad = grad + factor * moved if nesterov else moved
-                buffers.append(cast(moved, buffer.dtype))
-            params.append(cast(param - cast(lr, wide) * grad, old.dtype))
-            written.append(unscaled)
-        return _unless(found_inf, [params, written, buffers], [self, grads, momentum_buffer_list])
+@lowering(
+    aten._fused_sgd.default,
+    aten._fused_sgd.tensor_lr,
+    dynamic=("lr", "weight_decay", "momentum", "dampening"),
+)
+def sgd(
+    self: Arrays,
+    grads: Arrays,
+    momentum_buffer_list: Arrays,
+    weight_decay: Any,
+    momentum: Any,
+    lr: Any,
+    dampening: Any,
+    nesterov: bool,
+    maximize: bool,
+    is_first_step: bool,
+    grad_scale: Array | None = None,
+    found_inf: Array | None = None,
+) -> list[Arrays]:
+    """A step of gradient descent with momentum where there are buffers for it."""
+    params, written, buffers = [], [], []
+    for index, old in enumerate(self):
+        wide = _wide(old)
+        grad, unscaled = _gradient(grads[index], wide, grad_scale, maximize)
+        param = cast(old, wide)
+        grad = grad + cast(weight_decay, wide) * param
+        if momentum_buffer_list:
+            factor, buffer = cast(momentum, wide), momentum_buffer_list[index]
+            moved = factor * cast(buffer, wide) + _rest(dampening, wide) * grad
+            moved = grad if is_first_step else moved
+            grad = grad + factor * moved if nesterov else moved
+            buffers.append(cast(moved, buffer.dtype))
+        params.append(cast(param - cast(lr, wide) * grad, old.dtype))
+        written.append(unscaled)
+    return _unless(found_inf, [params, written, buffers], [self, grads, momentum_buffer_list])
 
 
-_SGD = ("lr", "weight_decay", "momentum", "dampening")
-_file_sgd(aten._fused_sgd.default, _SGD)
-_file_sgd(aten._fused_sgd.tensor_lr, _SGD[1:])
-
-
-def _file_adagrad(op: Any, dynamic: tuple[str, ...], with_steps: bool) -> None:
-    @lowering(op, dynamic=dynamic)
-    def adagrad(
-        self: Arrays,
-        grads: Arrays,
-        state_sums: Arrays,
-        state_steps: Arrays,
-        lr: Any,
-        lr_decay: Any,
-        weight_decay: Any,
-        eps: Any,
-        maximize: bool,
-        grad_scale: Array | None = None,
-        found_inf: Array | None = None,
-    ) -> list[Arrays]:
-        """A step of Adagrad."""
-        params, written, sums = [], [], []
-        for index, old in enumerate(self):
-            wide = _wide(old)
-            grad, unscaled = _gradient(grads[index], wide, grad_scale, maximize)
-            param = cast(old, wide)
-            grad = grad + cast(weight_decay, wide) * param
-            total = cast(state_sums[index], wide) + grad * grad
-            slower = 1 + (cast(state_steps[index], np.float64).reshape(()) - 1) * cast(lr_decay, np.float64)
-            rate = cast(cast(lr, np.float64) / slower, wide)
-            params.append(cast(param - rate * grad / (jnp.sqrt(total) + cast(eps, wide)), old.dtype))
-            written.append(unscaled)
-            sums.append(cast(total, state_sums[index].dtype))
-        found = _unless(found_inf, [params, written, sums], [self, grads, state_sums])
-        return [*found, state_steps] if with_steps else found
+def _adagrad(
+    with_steps: bool,
+    self: Arrays,
+    grads: Arrays,
+    state_sums: Arrays,
+    state_steps: Arrays,
+    lr: Any,
+    lr_decay: Any,
+    weight_decay: Any,
+    eps: Any,
+    maximize: bool,
+    grad_scale: Array | None = None,
+    found_inf: Array | None = None,
+) -> list[Arrays]:
+    """A step of Adagrad."""
+    params, written, sums = [], [], []
+    for index, old in enumerate(self):
+        wide = _wide(old)
+        grad, unscaled = _gradient(grads[index], wide, grad_scale, maximize)
+        param = cast(old, wide)
+        grad = grad + cast(weight_decay, wide) * param
+        total = cast(state_sums[index], wide) + grad * grad
+        slower = 1 + (cast(state_steps[index], np.float64).reshape(()) - 1) * cast(lr_decay, np.float64)
+        rate = cast(cast(lr, np.float64) / slower, wide)
+        params.append(cast(param - rate * grad / (jnp.sqrt(total) + cast(eps, wide)), old.dtype))
+        written.append(unscaled)
+        sums.append(cast(total, state_sums[index].dtype))
+    found = _unless(found_inf, [params, written, sums], [self, grads, state_sums])
+    return [*found, state_steps] if with_steps else found
 
 
 _ADAGRAD = ("lr", "lr_decay", "weight_decay", "eps")
-_file_adagrad(aten._fused_adagrad.default, _ADAGRAD, True)
-_file_adagrad(aten._fused_adagrad.tensor_lr, _ADAGRAD[1:], False)
+# Of its two functional forms, only the first returns the step counts.
+lowering(aten._fused_adagrad.default, dynamic=_ADAGRAD)(functools.partial(_adagrad, True))
+lowering(aten._fused_adagrad.tensor_lr, dynamic=_ADAGRAD)(functools.partial(_adagrad, False))

@@ -12,13 +12,12 @@ import numpy as np
 import torch
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import accumulation_dtype, cast, promote
+from isthmus._ops.common import INEXACT, Array, accumulation_dtype, cast, promote
 from isthmus._ops.registry import lowering
 from isthmus._ops.value_checks import require
 from isthmus._runtime.dtypes import to_jax_dtype
 from isthmus.errors import Unsupported
 
-Array = Any
 _BERNOULLI_RANGE = (
     "Expected p_in >= 0 && p_in <= 1 to be true, but got false.  (Could this error message be improved?  "
     "If so, please report an enhancement request to PyTorch.)"
@@ -30,14 +29,14 @@ def digits(dtype: Any) -> int:
     return int(jnp.finfo(dtype).nmant) + 1
 
 
-def unit(rng: Any, shape: Sequence[int], dtype: Any) -> Array:
+def unit(rng: Array, shape: Sequence[int], dtype: Any) -> Array:
     """Return uniform numbers in [0, 1), all exact in ``dtype``, in the dtype torch computes it in."""
     width = 64 if digits(dtype) > 32 else 32
     bits = jax.random.bits(rng, tuple(shape), jnp.uint64 if width == 64 else jnp.uint32)
     return (bits >> (width - digits(dtype))).astype(accumulation_dtype(dtype)) * 2.0 ** -digits(dtype)
 
 
-def between(rng: Any, shape: Sequence[int], dtype: Any, low: Any, high: Any) -> Array:
+def between(rng: Array, shape: Sequence[int], dtype: Any, low: Any, high: Any) -> Array:
     """Return uniform numbers of ``dtype`` in [low, high)."""
     dtype = np.dtype(dtype)
     if jnp.issubdtype(dtype, jnp.complexfloating):
@@ -52,13 +51,13 @@ def between(rng: Any, shape: Sequence[int], dtype: Any, low: Any, high: Any) -> 
     return jnp.where(found < end, found, jnp.nextafter(end, cast(a, dtype)))
 
 
-def standard_normal(rng: Any, shape: Sequence[int], dtype: Any) -> Array:
+def standard_normal(rng: Array, shape: Sequence[int], dtype: Any) -> Array:
     """Return normal numbers of mean 0 and variance 1 in the dtype torch computes ``dtype`` in."""
     _floating(dtype)
     return jax.random.normal(rng, tuple(shape), accumulation_dtype(dtype))
 
 
-def normal_numbers(rng: Any, shape: Sequence[int], dtype: Any, mean: Any, std: Any) -> Array:
+def normal_numbers(rng: Array, shape: Sequence[int], dtype: Any, mean: Any, std: Any) -> Array:
     """Return normal numbers of ``dtype``; a complex one has ``mean`` in both its parts, as in torch."""
     wide = accumulation_dtype(dtype)
     center = cast(mean, wide)
@@ -67,14 +66,14 @@ def normal_numbers(rng: Any, shape: Sequence[int], dtype: Any, mean: Any, std: A
     return cast(standard_normal(rng, shape, dtype) * cast(std, wide) + center, dtype)
 
 
-def exponential_numbers(rng: Any, shape: Sequence[int], dtype: Any) -> Array:
+def exponential_numbers(rng: Array, shape: Sequence[int], dtype: Any) -> Array:
     """Return exponential numbers of rate 1, never 0, in the dtype torch computes ``dtype`` in."""
     wide = accumulation_dtype(dtype)
     u = unit(rng, shape, wide)
     return jnp.where(u == 0, jnp.finfo(wide).eps / 2, -jnp.log1p(-u))
 
 
-def integers(rng: Any, shape: Sequence[int], dtype: Any, low: Any, high: Any) -> Array:
+def integers(rng: Array, shape: Sequence[int], dtype: Any, low: Any, high: Any) -> Array:
     """Return uniform integers in [low, high) as ``dtype``; without ``high``, up to the dtype's largest."""
     dtype = np.dtype(dtype)
     start = cast(low, jnp.int64)
@@ -111,32 +110,32 @@ def _dtype(dtype: Any) -> np.dtype[Any]:
 
 
 @lowering(aten.uniform.default, random=True, dynamic=("from", "to"))
-def uniform(self: Array, rng: Any, from_: Any = 0.0, to: Any = 1.0) -> Array:
+def uniform(self: Array, rng: Array, from_: Any = 0.0, to: Any = 1.0) -> Array:
     """Uniform numbers in [from, to)."""
     return between(rng, self.shape, self.dtype, from_, to)
 
 
 @lowering(aten.normal_functional.default, random=True, dynamic=("mean", "std"))
-def normal_functional(self: Array, rng: Any, mean: Any = 0.0, std: Any = 1.0) -> Array:
+def normal_functional(self: Array, rng: Array, mean: Any = 0.0, std: Any = 1.0) -> Array:
     """Normal numbers in the shape of ``self``."""
     return normal_numbers(rng, self.shape, self.dtype, mean, std)
 
 
 @lowering(aten.normal.Tensor_float, random=True, dynamic=("std",))
-def normal_tensor_float(mean: Array, rng: Any, std: Any = 1.0) -> Array:
+def normal_tensor_float(mean: Array, rng: Array, std: Any = 1.0) -> Array:
     """Normal numbers around each mean."""
     return normal_numbers(rng, mean.shape, mean.dtype, mean, std)
 
 
 @lowering(aten.normal.float_Tensor, random=True, dynamic=("mean",))
-def normal_float_tensor(mean: Any, std: Array, rng: Any) -> Array:
+def normal_float_tensor(mean: Any, std: Array, rng: Array) -> Array:
     """Normal numbers of each deviation."""
     require(std >= 0, RuntimeError, "normal expects all elements of std >= 0.0")
     return normal_numbers(rng, std.shape, std.dtype, mean, std)
 
 
 @lowering(aten.normal.Tensor_Tensor, random=True)
-def normal_tensor_tensor(mean: Array, std: Array, rng: Any) -> Array:
+def normal_tensor_tensor(mean: Array, std: Array, rng: Array) -> Array:
     """Normal numbers around each mean, of each deviation."""
     if promote(mean, std)[1] != mean.dtype:
         raise Unsupported(
@@ -147,37 +146,32 @@ def normal_tensor_tensor(mean: Array, std: Array, rng: Any) -> Array:
 
 
 @lowering(aten.normal.float_float, random=True, dynamic=("mean", "std"))
-def normal_float_float(mean: Any, std: Any, size: list[int], rng: Any, dtype: Any = None) -> Array:
+def normal_float_float(mean: Any, std: Any, size: list[int], rng: Array, dtype: Any = None) -> Array:
     """Normal numbers in a new tensor."""
     return normal_numbers(rng, size, _dtype(dtype), mean, std)
 
 
-@lowering(aten.exponential.default, random=True, dynamic=("lambd",))
-def exponential(self: Array, rng: Any, lambd: Any = 1.0) -> Array:
+@lowering(aten.exponential.default, random=True, dynamic=("lambd",), accumulate=True, dtypes=INEXACT)
+def exponential(self: Array, rng: Array, lambd: Any = 1.0) -> Array:
     """Exponential numbers of rate ``lambd``."""
-    _floating(self.dtype)
-    found = exponential_numbers(rng, self.shape, self.dtype)
-    return cast(found / cast(lambd, found.dtype), self.dtype)
+    return exponential_numbers(rng, self.shape, self.dtype) / cast(lambd, self.dtype)
 
 
-@lowering(aten.log_normal.default, random=True, dynamic=("mean", "std"))
-def log_normal(self: Array, rng: Any, mean: Any = 1.0, std: Any = 2.0) -> Array:
+@lowering(aten.log_normal.default, random=True, dynamic=("mean", "std"), accumulate=True)
+def log_normal(self: Array, rng: Array, mean: Any = 1.0, std: Any = 2.0) -> Array:
     """Numbers whose logarithms are normal."""
-    wide = accumulation_dtype(self.dtype)
-    return cast(jnp.exp(normal_numbers(rng, self.shape, wide, mean, std)), self.dtype)
+    return jnp.exp(normal_numbers(rng, self.shape, self.dtype, mean, std))
 
 
-@lowering(aten.cauchy.default, random=True, dynamic=("median", "sigma"))
-def cauchy(self: Array, rng: Any, median: Any = 0.0, sigma: Any = 1.0) -> Array:
+@lowering(aten.cauchy.default, random=True, dynamic=("median", "sigma"), accumulate=True, dtypes=INEXACT)
+def cauchy(self: Array, rng: Array, median: Any = 0.0, sigma: Any = 1.0) -> Array:
     """Cauchy numbers around ``median``."""
-    _floating(self.dtype)
-    wide = accumulation_dtype(self.dtype)
-    angle = math.pi * (unit(rng, self.shape, wide) - 0.5)
-    return cast(cast(median, wide) + cast(sigma, wide) * jnp.tan(angle), self.dtype)
+    angle = math.pi * (unit(rng, self.shape, self.dtype) - 0.5)
+    return cast(median, self.dtype) + cast(sigma, self.dtype) * jnp.tan(angle)
 
 
 @lowering(aten.geometric.default, random=True, dynamic=("p",))
-def geometric(self: Array, p: Any, rng: Any) -> Array:
+def geometric(self: Array, p: Any, rng: Array) -> Array:
     """How many trials of probability ``p`` it takes to succeed."""
     floating = jnp.issubdtype(self.dtype, jnp.floating)
     wide = accumulation_dtype(self.dtype) if floating else np.dtype(np.float64)
@@ -185,27 +179,26 @@ def geometric(self: Array, p: Any, rng: Any) -> Array:
     return cast(jnp.ceil(waits), self.dtype)
 
 
-def _successes(rng: Any, shape: Sequence[int], p: Array) -> Array:
+def _successes(rng: Array, shape: Sequence[int], p: Array) -> Array:
     wide = p.dtype if p.dtype == np.float64 else np.dtype(np.float32)
     return unit(rng, shape, wide) < cast(p, wide)
 
 
-@lowering(aten.bernoulli.default, random=True)
-def bernoulli(self: Array, rng: Any) -> Array:
+@lowering(aten.bernoulli.default, random=True, dtypes=INEXACT)
+def bernoulli(self: Array, rng: Array) -> Array:
     """1 with the probability each element says, else 0."""
-    _floating(self.dtype)
     require((self >= 0) & (self <= 1), RuntimeError, _BERNOULLI_RANGE)
     return cast(_successes(rng, self.shape, self), self.dtype)
 
 
 @lowering(aten.bernoulli.p, random=True, dynamic=("p",))
-def bernoulli_p(self: Array, p: Any, rng: Any) -> Array:
+def bernoulli_p(self: Array, p: Any, rng: Array) -> Array:
     """1 with probability ``p``, else 0."""
     return cast(_successes(rng, self.shape, cast(p, np.float64).astype(np.float32)), self.dtype)
 
 
 @lowering(aten.bernoulli.Tensor, random=True)
-def bernoulli_tensor(self: Array, p: Array, rng: Any) -> Array:
+def bernoulli_tensor(self: Array, p: Array, rng: Array) -> Array:
     """1 with the probability the element of ``p`` says, else 0."""
     _floating(p.dtype)
     require((p >= 0) & (p <= 1), RuntimeError, _BERNOULLI_RANGE)
@@ -213,62 +206,54 @@ def bernoulli_tensor(self: Array, p: Array, rng: Any) -> Array:
 
 
 @lowering(aten.random.default, random=True)
-def random(self: Array, rng: Any) -> Array:
+def random(self: Array, rng: Array) -> Array:
     """Uniform integers from 0 to the dtype's largest value."""
     return integers(rng, self.shape, self.dtype, 0, None)
 
 
 @lowering(getattr(aten.random, "from"), random=True, dynamic=("from", "to"))
-def random_from(self: Array, from_: Any, to: Any, rng: Any) -> Array:
+def random_from(self: Array, from_: Any, to: Any, rng: Array) -> Array:
     """Uniform integers in [from, to)."""
     return integers(rng, self.shape, self.dtype, from_, to)
 
 
 @lowering(aten.random.to, random=True, dynamic=("to",))
-def random_to(self: Array, to: Any, rng: Any) -> Array:
+def random_to(self: Array, to: Any, rng: Array) -> Array:
     """Uniform integers in [0, to)."""
     return integers(rng, self.shape, self.dtype, 0, to)
 
 
-@lowering(aten.poisson.default, random=True)
-def poisson(self: Array, rng: Any) -> Array:
+@lowering(aten.poisson.default, random=True, accumulate=True, dtypes=INEXACT)
+def poisson(self: Array, rng: Array) -> Array:
     """Poisson counts of each rate."""
-    _floating(self.dtype)
     require(self >= 0, RuntimeError, "invalid Poisson rate, expected rate to be non-negative")
-    rates = self.astype(accumulation_dtype(self.dtype))
-    return cast(jax.random.poisson(rng, rates, self.shape, jnp.int64), self.dtype)
+    return jax.random.poisson(rng, self, self.shape, jnp.int64)
 
 
-@lowering(aten.binomial.default, random=True)
-def binomial(count: Array, prob: Array, rng: Any) -> Array:
+@lowering(aten.binomial.default, random=True, accumulate=True, dtypes=INEXACT)
+def binomial(count: Array, prob: Array, rng: Array) -> Array:
     """How many of ``count`` trials of probability ``prob`` succeed."""
-    _floating(count.dtype)
-    if count.dtype != prob.dtype:
-        raise Unsupported("binomial of two dtypes")
-    shape = jnp.broadcast_shapes(count.shape, prob.shape)
-    wide = accumulation_dtype(count.dtype)
-    counts, odds = (jnp.broadcast_to(x.astype(wide), shape) for x in (count, prob))
-    return cast(jax.random.binomial(rng, counts, odds, shape, wide), count.dtype)
+    counts, odds = jnp.broadcast_arrays(count, prob)
+    return jax.random.binomial(rng, counts, odds, counts.shape, counts.dtype)
 
 
 @lowering(aten._standard_gamma.default, random=True)
-def standard_gamma(self: Array, rng: Any) -> Array:
+def standard_gamma(self: Array, rng: Array) -> Array:
     """Gamma numbers of each shape parameter, at least the smallest normal number as in torch."""
     wide = accumulation_dtype(self.dtype)
     found = cast(jax.random.gamma(rng, self.astype(wide), self.shape, wide), self.dtype)
     return jnp.maximum(found, jnp.finfo(self.dtype).tiny)
 
 
-@lowering(aten._sample_dirichlet.default, random=True)
-def sample_dirichlet(self: Array, rng: Any) -> Array:
+@lowering(aten._sample_dirichlet.default, random=True, accumulate=True)
+def sample_dirichlet(self: Array, rng: Array) -> Array:
     """Dirichlet numbers along the last dim."""
-    wide = accumulation_dtype(self.dtype)
-    logs = jax.random.loggamma(rng, self.astype(wide), self.shape, wide)
-    return cast(jax.nn.softmax(logs, axis=-1), self.dtype)
+    # In logarithms: a gamma number of a small parameter underflows, and a row of zeros has no sum to divide by.
+    return jax.nn.softmax(jax.random.loggamma(rng, self, self.shape, self.dtype), axis=-1)
 
 
 @lowering(aten.multinomial.default, random=True)
-def multinomial(self: Array, num_samples: int, rng: Any, replacement: bool = False) -> Array:
+def multinomial(self: Array, num_samples: int, rng: Array, replacement: bool = False) -> Array:
     """Draw categories with the weights of each row, with or without putting them back."""
     weights = self.astype(accumulation_dtype(self.dtype))
     if replacement and num_samples > 1:
@@ -281,7 +266,7 @@ def multinomial(self: Array, num_samples: int, rng: Any, replacement: bool = Fal
     return jax.lax.top_k(races, num_samples)[1].astype(jnp.int64)
 
 
-def _with_replacement(weights: Array, count: int, rng: Any) -> Array:
+def _with_replacement(weights: Array, count: int, rng: Array) -> Array:
     """Draw by finding uniform numbers among the running sums of the weights."""
     refused = "invalid multinomial distribution (encountering probability entry {})"
     require(weights >= 0, RuntimeError, refused.format("< 0"))
@@ -297,7 +282,7 @@ def _with_replacement(weights: Array, count: int, rng: Any) -> Array:
 
 
 @lowering(aten.native_dropout.default, random=True, dynamic=("p",))
-def native_dropout(input: Array, p: Any, train: bool | None, rng: Any) -> tuple[Array, Array]:
+def native_dropout(input: Array, p: Any, train: bool | None, rng: Array) -> tuple[Array, Array]:
     """Zero elements with probability ``p`` and scale the rest; also where they were kept."""
     if train is False:
         return input, jnp.ones(input.shape, bool)

@@ -10,12 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import accumulation_dtype, cast
+from isthmus._ops.common import Array, accumulation_dtype, cast
 from isthmus._ops.registry import lowering
 from isthmus._ops.value_checks import require
 from isthmus.errors import Unsupported
-
-Array = Any
 
 
 def _rounded(x: Array, dtype: Any) -> Array:
@@ -106,6 +104,8 @@ def _check(x: Array, counts: Sequence[int], weight: Array | None, shape: tuple[i
 
 def _outer(column: Array, range: Sequence[float] | None, dim: int) -> tuple[Array, Array]:
     """Return the first and the last edge of equally wide bins, in float64."""
+    first: Array | float
+    last: Array | float
     if range is not None:
         first, last = range[2 * dim], range[2 * dim + 1]
         if not (math.isfinite(first) and math.isfinite(last) and first <= last):

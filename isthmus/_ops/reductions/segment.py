@@ -10,12 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import accumulation_dtype, cast
+from isthmus._ops.common import FLOATING, Array, cast
 from isthmus._ops.registry import lowering
 from isthmus._ops.value_checks import require
 from isthmus.errors import Unsupported
 
-Array = Any
 _REDUCTIONS: dict[str, Callable[..., Array]] = {
     "sum": jax.ops.segment_sum,
     "mean": jax.ops.segment_sum,
@@ -30,17 +29,15 @@ class _Segments:
     """Rows along one dim, each with the number of the segment it is in, counted over all leading dims."""
 
     def __init__(
-        self, data: Array, lengths: Array | None, offsets: Array | None, indices: Any, axis: int
+        self, data: Array, lengths: Array | None, offsets: Array | None, indices: Array | None, axis: int
     ) -> None:
         if indices is not None or (lengths is None) == (offsets is None):
             raise Unsupported("segments are given by their lengths or by their offsets")
-        if not jnp.issubdtype(data.dtype, jnp.floating):
-            raise Unsupported(f"torch reduces no segments of {data.dtype}")
-        given: Any = offsets if lengths is None else lengths
-        if axis != given.ndim - 1:
+        edges = offsets if lengths is None else _edges(lengths)
+        assert edges is not None
+        if axis != edges.ndim - 1:
             raise Unsupported("the segments must be of the last dim that lengths or offsets have")
         self.lead, self.rows, self.inner = data.shape[:axis], data.shape[axis], data.shape[axis + 1 :]
-        edges = _edges(lengths) if offsets is None else offsets
         self.edges = edges.reshape(-1, edges.shape[-1]) if edges.size else edges.reshape(0, edges.shape[-1])
         self.count = edges.shape[-1] - 1
         self.lengths = (self.edges[:, 1:] - self.edges[:, :-1]).reshape(-1)
@@ -74,7 +71,7 @@ def _require_lengths(lengths: Array | None, offsets: Array | None, rows: int, un
         require(offsets[..., 1:] >= offsets[..., :-1], RuntimeError, "offsets must not decrease")
 
 
-@lowering(aten.segment_reduce.default)
+@lowering(aten.segment_reduce.default, accumulate=True, dtypes=FLOATING)
 def segment_reduce(
     data: Array,
     reduce: str,
@@ -88,19 +85,18 @@ def segment_reduce(
     """Each segment's sum, mean, product, maximum or minimum, begun at ``initial``."""
     segments = _Segments(data, lengths, offsets, indices, axis)
     _require_lengths(lengths, offsets, segments.rows, unsafe)
-    wide = accumulation_dtype(data.dtype)
     shape = (*segments.lead, segments.count, *segments.inner)
     if not all(shape):
         return jnp.zeros(shape, data.dtype)
-    rows = cast(data, wide).reshape(segments.numbers.shape[0], math.prod(segments.inner))
+    rows = data.reshape(segments.numbers.shape[0], math.prod(segments.inner))
     found = segments.reduce(reduce, rows)
     if initial is not None:
-        found = _JOIN[reduce](found, cast(initial, wide))
+        found = _JOIN[reduce](found, cast(initial, data.dtype))
     if reduce == "mean":
-        count = segments.lengths[:, None].astype(wide)
-        empty = found if initial is not None else jnp.full((), jnp.nan, wide)
+        count = segments.lengths[:, None].astype(data.dtype)
+        empty = found if initial is not None else jnp.full((), jnp.nan, data.dtype)
         found = jnp.where(count > 0, found / jnp.maximum(count, 1), empty)
-    return cast(found.reshape(shape), data.dtype)
+    return found.reshape(shape)
 
 
 def _extreme_slope(segments: _Segments, grad: Array, output: Array, rows: Array) -> Array:
@@ -126,7 +122,7 @@ def _product_slope(segments: _Segments, grad: Array, output: Array, rows: Array,
     return jnp.where(zero | nan, segments.of_row(grad) * others, divided)
 
 
-@lowering(aten._segment_reduce_backward.default)
+@lowering(aten._segment_reduce_backward.default, accumulate="data", dtypes=FLOATING)
 def segment_reduce_backward(
     grad: Array,
     output: Array,
@@ -138,13 +134,13 @@ def segment_reduce_backward(
     initial: Any = None,
 ) -> Array:
     """The gradient of the reduction for the data; rows in no segment have none."""
-    segments, wide = _Segments(data, lengths, offsets, None, axis), accumulation_dtype(data.dtype)
+    segments = _Segments(data, lengths, offsets, None, axis)
     if not data.size or not grad.size:
         return jnp.zeros(data.shape, data.dtype)
-    rows = cast(data, wide).reshape(segments.numbers.shape[0], -1)
-    given, found = (cast(a, wide).reshape(segments.total, -1) for a in (grad, output))
+    rows = data.reshape(segments.numbers.shape[0], -1)
+    given, found = (a.reshape(segments.total, -1) for a in (grad, output))
     if reduce == "mean":
-        given = given / jnp.maximum(segments.lengths, 1)[:, None].astype(wide)
+        given = given / jnp.maximum(segments.lengths, 1)[:, None].astype(data.dtype)
     if reduce in ("sum", "mean"):
         slope = segments.of_row(given)
     elif reduce == "prod":
@@ -152,4 +148,4 @@ def segment_reduce_backward(
     else:
         slope = _extreme_slope(segments, given, found, rows)
     inside = (segments.numbers < segments.total)[:, None]
-    return cast(jnp.where(inside, slope, jnp.zeros((), wide)).reshape(data.shape), data.dtype)
+    return jnp.where(inside, slope, jnp.zeros((), data.dtype)).reshape(data.shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -9,11 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import NO_OPMATH, cast, keyword_signature, promote, wrap_dim
+from isthmus._ops.common import NO_OPMATH, Array, Operand, Scalar, cast, promote, wrap_dim
 from isthmus._ops.registry import lowering
 from isthmus._ops.value_checks import require
-
-Array = Any
 
 
 def sort_with_indices(x: Array, axis: int, descending: bool = False) -> tuple[Array, Array]:
@@ -56,24 +55,14 @@ def _sort_pairs(x: Array, axis: int, descending: bool) -> tuple[Array, Array]:
     return values.astype(x.dtype), indices
 
 
-def _sorted(x: Array, dim: int, descending: bool) -> tuple[Array, Array]:
-    if not x.ndim:
-        return x, jnp.zeros((), jnp.int64)
-    return sort_with_indices(x, wrap_dim(dim, x.ndim), descending)
-
-
-@lowering(aten.sort.default)
-def sort(self: Array, dim: int = -1, descending: bool = False) -> tuple[Array, Array]:
-    """The elements in order along a dim, and their indices."""
-    return _sorted(self, dim, descending)
-
-
-@lowering(aten.sort.stable)
-def sort_stable(
-    self: Array, stable: bool | None, dim: int = -1, descending: bool = False
+@lowering(aten.sort.default, aten.sort.stable)
+def sort(
+    self: Array, dim: int = -1, descending: bool = False, stable: bool | None = None
 ) -> tuple[Array, Array]:
-    """The elements in order, which is stable whether asked or not."""
-    return _sorted(self, dim, descending)
+    """The elements in order along a dim, and their indices; the sort is stable whether asked to be or not."""
+    if not self.ndim:
+        return self, jnp.zeros((), jnp.int64)
+    return sort_with_indices(self, wrap_dim(dim, self.ndim), descending)
 
 
 _INTEGERS: dict[int, Any] = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
@@ -162,26 +151,25 @@ def median_rank(x: Array, axis: int, ignore_nan: bool) -> Array:
     return jnp.where(nans > 0, count - nans, (count - 1) // 2)
 
 
-def _median(name: str, ignore_nan: bool) -> None:
-    @lowering(getattr(aten, name).default)
-    def everything(self: Array) -> Array:
-        flat = self.reshape(-1)
-        if not flat.size:
-            if jnp.issubdtype(self.dtype, jnp.inexact):
-                return jnp.full((), jnp.nan, self.dtype)
-            return jnp.full((), np.iinfo(self.dtype).min, self.dtype)
-        return _at_rank(flat, median_rank(flat, 0, ignore_nan), 0, False)[0]
-
-    @lowering(getattr(aten, name).dim)
-    def along(self: Array, dim: int, keepdim: bool = False) -> tuple[Array, Array]:
-        if not self.ndim:
-            return self, jnp.zeros((), jnp.int64)
-        axis = wrap_dim(dim, self.ndim)
-        return _at_rank(self, median_rank(self, axis, ignore_nan), axis, keepdim)
+def _median_of_all(ignore_nan: bool, self: Array) -> Array:
+    flat = self.reshape(-1)
+    if not flat.size:
+        if jnp.issubdtype(self.dtype, jnp.inexact):
+            return jnp.full((), jnp.nan, self.dtype)
+        return jnp.full((), np.iinfo(self.dtype).min, self.dtype)
+    return _at_rank(flat, median_rank(flat, 0, ignore_nan), 0, False)[0]
 
 
-_median("median", False)
-_median("nanmedian", True)
+def _median_along(ignore_nan: bool, self: Array, dim: int, keepdim: bool = False) -> tuple[Array, Array]:
+    if not self.ndim:
+        return self, jnp.zeros((), jnp.int64)
+    axis = wrap_dim(dim, self.ndim)
+    return _at_rank(self, median_rank(self, axis, ignore_nan), axis, keepdim)
+
+
+for _packet, _ignore_nan in ((aten.median, False), (aten.nanmedian, True)):
+    lowering(_packet.default)(functools.partial(_median_of_all, _ignore_nan))
+    lowering(_packet.dim)(functools.partial(_median_along, _ignore_nan))
 
 
 @lowering(aten.mode.default)
@@ -211,61 +199,62 @@ def search(sequence: Array, values: Array, right: bool) -> Array:
     return jax.vmap(lambda s, v: jnp.searchsorted(s, v, side=side))(rows, wanted).reshape(values.shape)
 
 
-def _searchsorted(op: Any) -> None:
-    @lowering(op)
-    def lowered(
-        sorted_sequence: Array,
-        self: Any,
-        out_int32: bool = False,
-        right: bool = False,
-        side: str | None = None,
-        sorter: Array | None = None,
-    ) -> Array:
-        dtype, _ = promote(sorted_sequence, self, kind=NO_OPMATH)
-        sequence = cast(sorted_sequence, dtype)
-        if sorter is not None:
-            inside = (sorter >= 0) & (sorter < sequence.shape[-1])
-            require(inside, RuntimeError, "torch.searchsorted(): sorter index out of range")
-            sequence = jnp.take_along_axis(sequence, sorter, -1)
-        found = search(sequence, cast(self, dtype), right or side == "right")
-        return found.astype(jnp.int32 if out_int32 else jnp.int64)
+@lowering(aten.searchsorted.Tensor, aten.searchsorted.Scalar)
+def searchsorted(
+    sorted_sequence: Array,
+    self: Operand,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: Array | None = None,
+) -> Array:
+    """Where each value would be inserted into a sorted sequence."""
+    dtype, _ = promote(sorted_sequence, self, kind=NO_OPMATH)
+    sequence = cast(sorted_sequence, dtype)
+    if sorter is not None:
+        inside = (sorter >= 0) & (sorter < sequence.shape[-1])
+        require(inside, RuntimeError, "torch.searchsorted(): sorter index out of range")
+        sequence = jnp.take_along_axis(sequence, sorter, -1)
+    places = search(sequence, cast(self, dtype), right or side == "right")
+    return places.astype(jnp.int32 if out_int32 else jnp.int64)
 
 
-_searchsorted(aten.searchsorted.Tensor)
-_searchsorted(aten.searchsorted.Scalar)
+@lowering(aten.bucketize.Tensor, aten.bucketize.Scalar)
+def bucketize(self: Operand, boundaries: Array, out_int32: bool = False, right: bool = False) -> Array:
+    """Which of the buckets between boundaries each value falls into."""
+    return searchsorted(boundaries, self, out_int32, right)
 
 
-def _bucketize(op: Any) -> None:
-    @lowering(op)
-    def lowered(self: Any, boundaries: Array, out_int32: bool = False, right: bool = False) -> Array:
-        dtype, _ = promote(boundaries, self, kind=NO_OPMATH)
-        found = search(cast(boundaries, dtype), cast(self, dtype), right)
-        return found.astype(jnp.int32 if out_int32 else jnp.int64)
+def _isin(elements: Operand, test_elements: Operand, invert: bool) -> Array:
+    dtype, _ = promote(elements, test_elements, kind=NO_OPMATH)
+    values, known = cast(elements, dtype), cast(test_elements, dtype).reshape(-1)
+    if known.size == 0:
+        member = jnp.zeros(values.shape, bool)
+    else:
+        known = jnp.sort(known.astype(jnp.uint8) if dtype == np.bool_ else known)
+        values = values.astype(known.dtype)
+        place = jnp.searchsorted(known, values)
+        member = known[jnp.minimum(place, known.size - 1)] == values
+    return ~member if invert else member
 
 
-_bucketize(aten.bucketize.Tensor)
-_bucketize(aten.bucketize.Scalar)
+@lowering(aten.isin.Tensor_Tensor)
+def isin(elements: Array, test_elements: Array, assume_unique: bool = False, invert: bool = False) -> Array:
+    """Whether each element is among those of the other tensor."""
+    return _isin(elements, test_elements, invert)
 
 
-def _isin(op: Any, elements_name: str, test_name: str) -> None:
-    def lowered(**values: Any) -> Array:
-        dtype, _ = promote(values[elements_name], values[test_name], kind=NO_OPMATH)
-        wanted, known = cast(values[elements_name], dtype), cast(values[test_name], dtype).reshape(-1)
-        if known.size == 0:
-            found = jnp.zeros(wanted.shape, bool)
-        else:
-            known = jnp.sort(known.astype(jnp.uint8) if dtype == np.bool_ else known)
-            wanted = wanted.astype(known.dtype)
-            place = jnp.searchsorted(known, wanted)
-            found = known[jnp.minimum(place, known.size - 1)] == wanted
-        return ~found if values.get("invert", False) else found
-
-    names = [elements_name, test_name, "assume_unique", "invert"]
-    lowered.__signature__ = keyword_signature(names)  # type: ignore[attr-defined]
-    lowered.__doc__ = "Whether each element is among those of the other tensor."
-    lowering(op)(lowered)
+@lowering(aten.isin.Tensor_Scalar)
+def isin_scalar(
+    elements: Array, test_element: Scalar, assume_unique: bool = False, invert: bool = False
+) -> Array:
+    """Whether each element is the number."""
+    return _isin(elements, test_element, invert)
 
 
-_isin(aten.isin.Tensor_Tensor, "elements", "test_elements")
-_isin(aten.isin.Tensor_Scalar, "elements", "test_element")
-_isin(aten.isin.Scalar_Tensor, "element", "test_elements")
+@lowering(aten.isin.Scalar_Tensor)
+def scalar_isin(
+    element: Scalar, test_elements: Array, assume_unique: bool = False, invert: bool = False
+) -> Array:
+    """Whether a number is among the elements."""
+    return _isin(element, test_elements, invert)

@@ -8,13 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import lax
+from jax.typing import DTypeLike
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import Number, accumulation_dtype, cast, divide
+from isthmus._ops.common import Array, Number, Operand, accumulation_dtype, cast, divide
 from isthmus._ops.registry import lowering
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
-
-Array = Any
 
 
 @lowering(aten.clone.default)
@@ -35,15 +34,9 @@ def copy(self: Array, src: Array) -> Array:
     return jnp.broadcast_to(cast(src, self.dtype), self.shape)
 
 
-@lowering(aten.fill.Scalar)
-def fill_scalar(self: Array, value: Any) -> Array:
-    """Every element ``value``."""
-    return jnp.broadcast_to(cast(value, self.dtype), self.shape)
-
-
-@lowering(aten.fill.Tensor)
-def fill_tensor(self: Array, value: Array) -> Array:
-    """Every element ``value``, a 0-dim tensor."""
+@lowering(aten.fill.Scalar, aten.fill.Tensor)
+def fill(self: Array, value: Operand) -> Array:
+    """Every element ``value``, a number or a 0-dim tensor."""
     return jnp.broadcast_to(cast(value, self.dtype), self.shape)
 
 
@@ -128,14 +121,8 @@ def scalar_tensor(s: Any, dtype: Any = None) -> Array:
     return cast(s, _default_dtype() if dtype is None else dtype)
 
 
-@lowering(aten.eye.default)
-def eye(n: int, dtype: Any = None) -> Array:
-    """The identity matrix."""
-    return jnp.eye(n, dtype=_default_dtype() if dtype is None else dtype)
-
-
-@lowering(aten.eye.m)
-def eye_m(n: int, m: int, dtype: Any = None) -> Array:
+@lowering(aten.eye.default, aten.eye.m)
+def eye(n: int, m: int | None = None, dtype: DTypeLike | None = None) -> Array:
     """Ones on the main diagonal of a matrix."""
     return jnp.eye(n, m, dtype=_default_dtype() if dtype is None else dtype)
 
@@ -167,27 +154,37 @@ def _wide(dtype: Any) -> Any:
     return accumulation_dtype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else np.dtype(np.float64)
 
 
-def _linspace(op: Any) -> None:
-    @lowering(op)
-    def lowered(start: Any, end: Any, steps: int, dtype: Any = None) -> Array:
-        result = _result_dtype(dtype, start, end)
-        return cast(_spaced(start, end, steps, result), result)
+@lowering(
+    aten.linspace.default,
+    aten.linspace.Tensor_Tensor,
+    aten.linspace.Tensor_Scalar,
+    aten.linspace.Scalar_Tensor,
+)
+def linspace(start: Operand, end: Operand, steps: int, dtype: DTypeLike | None = None) -> Array:
+    """Evenly spaced numbers from ``start`` to ``end``."""
+    result = _result_dtype(dtype, start, end)
+    return cast(_spaced(start, end, steps, result), result)
 
 
-def _logspace(op: Any) -> None:
-    @lowering(op)
-    def lowered(start: Any, end: Any, steps: int, base: float = 10.0, dtype: Any = None) -> Array:
-        result = _result_dtype(dtype, start, end)
-        exponents = _spaced(start, end, steps, result)
-        return cast(jnp.power(jnp.asarray(base, exponents.dtype), exponents), result)
+@lowering(
+    aten.logspace.default,
+    aten.logspace.Tensor_Tensor,
+    aten.logspace.Tensor_Scalar,
+    aten.logspace.Scalar_Tensor,
+)
+def logspace(
+    start: Operand, end: Operand, steps: int, base: float = 10.0, dtype: DTypeLike | None = None
+) -> Array:
+    """Powers of ``base`` with evenly spaced exponents."""
+    result = _result_dtype(dtype, start, end)
+    exponents = _spaced(start, end, steps, result)
+    return cast(jnp.power(jnp.asarray(base, exponents.dtype), exponents), result)
 
 
-for _overload in ("default", "Tensor_Tensor", "Tensor_Scalar", "Scalar_Tensor"):
-    _linspace(getattr(aten.linspace, _overload))
-    _logspace(getattr(aten.logspace, _overload))
-
-
-def _kaiser(window_length: int, periodic: bool = True, beta: float = 12.0, dtype: Any = None) -> Array:
+@lowering(aten.kaiser_window.default, aten.kaiser_window.periodic, aten.kaiser_window.beta)
+def kaiser_window(
+    window_length: int, periodic: bool = True, beta: float = 12.0, dtype: DTypeLike | None = None
+) -> Array:
     """A Kaiser window; a periodic one is the front of one that is longer by one."""
     result = _result_dtype(dtype)
     if window_length < 2:
@@ -198,21 +195,3 @@ def _kaiser(window_length: int, periodic: bool = True, beta: float = 12.0, dtype
     # Scaled by exponentials: the plain functions of a large beta would overflow.
     ratio = lax.bessel_i0e(inner) / lax.bessel_i0e(jnp.asarray(beta, inner.dtype))
     return cast(ratio * jnp.exp(jnp.abs(inner) - abs(beta)), result)
-
-
-@lowering(aten.kaiser_window.default)
-def kaiser_window(window_length: int, dtype: Any = None) -> Array:
-    """A periodic Kaiser window with torch's shape."""
-    return _kaiser(window_length, dtype=dtype)
-
-
-@lowering(aten.kaiser_window.periodic)
-def kaiser_window_periodic(window_length: int, periodic: bool, dtype: Any = None) -> Array:
-    """A Kaiser window with torch's shape."""
-    return _kaiser(window_length, periodic, dtype=dtype)
-
-
-@lowering(aten.kaiser_window.beta)
-def kaiser_window_beta(window_length: int, periodic: bool, beta: float, dtype: Any = None) -> Array:
-    """A Kaiser window."""
-    return _kaiser(window_length, periodic, beta, dtype)

@@ -5,6 +5,7 @@ Indices are checked, then used: XLA clamps a read and drops a write that is out 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -12,12 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import accumulation_dtype, cast, wrap_dim
+from isthmus._ops.common import Array, Operand, Scalar, accumulation_dtype, cast, wrap_dim
 from isthmus._ops.registry import lowering
 from isthmus._ops.value_checks import require
 from isthmus.errors import Unsupported
 
-Array = Any
+Indices = list[Array | None]
+"""torch's list of index tensors, where None takes a whole dim."""
 
 
 def wrapped(index: Array, size: int, error: type[Exception], message: str) -> Array:
@@ -39,7 +41,7 @@ def outside(dim: int, size: int) -> str:
     return f"index is out of bounds for dimension {dim} with size {size}"
 
 
-def _positions(x: Array, indices: list[Any], check: bool = True) -> tuple[Any, ...]:
+def _positions(x: Array, indices: Indices, check: bool = True) -> tuple[Any, ...]:
     """Return a numpy-style index for torch's list of tensors, where None takes a whole dim."""
     found: list[Any] = []
     for dim, index in enumerate(indices):
@@ -58,13 +60,13 @@ def _positions(x: Array, indices: list[Any], check: bool = True) -> tuple[Any, .
 
 
 @lowering(aten.index.Tensor)
-def index(self: Array, indices: list[Any]) -> Array:
+def index(self: Array, indices: Indices) -> Array:
     """The elements at the positions that tensors of indices name."""
     return self.at[_positions(self, indices)].get(mode="promise_in_bounds")
 
 
 @lowering(aten._unsafe_index.Tensor)
-def unsafe_index(self: Array, indices: list[Any]) -> Array:
+def unsafe_index(self: Array, indices: Indices) -> Array:
     """The elements at positions that somebody promised are in range."""
     return self.at[_positions(self, indices, check=False)].get(mode="promise_in_bounds")
 
@@ -100,31 +102,31 @@ def _put_by_mask(x: Array, dim: int, mask: Array, values: Array, accumulate: boo
     return jnp.where(holds, written, flat).reshape(x.shape)
 
 
-def _index_put(op: Any, check: bool) -> None:
-    @lowering(op)
-    def lowered(self: Array, indices: list[Any], values: Array, accumulate: bool = False) -> Array:
-        present = [(dim, i) for dim, i in enumerate(indices) if i is not None]
-        if not present:
-            return put_at(self, ..., values, accumulate)
-        if len(present) == 1 and present[0][1].dtype == jnp.bool_ and present[0][1].ndim:
-            return _put_by_mask(self, *present[0], values, accumulate)
-        return put_at(self, _positions(self, indices, check), values, accumulate)
+def _index_put(check: bool, self: Array, indices: Indices, values: Array, accumulate: bool = False) -> Array:
+    """Values written or added at the positions that tensors of indices, or one mask, name."""
+    present = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    if not present:
+        return put_at(self, ..., values, accumulate)
+    dim, index = present[0]
+    if len(present) == 1 and index.dtype == jnp.bool_ and index.ndim:
+        return _put_by_mask(self, dim, index, values, accumulate)
+    return put_at(self, _positions(self, indices, check), values, accumulate)
 
 
-_index_put(aten.index_put.default, True)
-_index_put(aten._unsafe_index_put.default, False)
+lowering(aten.index_put.default)(functools.partial(_index_put, True))
+lowering(aten._unsafe_index_put.default)(functools.partial(_index_put, False))
 
 
 @lowering(aten._index_put_impl.default)
 def index_put_impl(
-    self: Array, indices: list[Any], values: Array, accumulate: bool = False, unsafe: bool = False
+    self: Array, indices: Indices, values: Array, accumulate: bool = False, unsafe: bool = False
 ) -> Array:
     """``index_put`` as autograd's backward of an index calls it."""
     return put_at(self, _positions(self, indices, not unsafe), values, accumulate)
 
 
 @lowering(aten._unsafe_masked_index.default)
-def unsafe_masked_index(self: Array, mask: Array, indices: list[Any], fill: Any) -> Array:
+def unsafe_masked_index(self: Array, mask: Array, indices: Indices, fill: Any) -> Array:
     """The elements at positions, ``fill`` where the mask is false, whatever the position there."""
     if not self.size:
         return jnp.broadcast_to(cast(fill, self.dtype), _masked_shape(self, mask, indices))
@@ -133,7 +135,7 @@ def unsafe_masked_index(self: Array, mask: Array, indices: list[Any], fill: Any)
 
 
 @lowering(aten._unsafe_masked_index_put_accumulate.default)
-def unsafe_masked_index_put_accumulate(self: Array, mask: Array, indices: list[Any], values: Array) -> Array:
+def unsafe_masked_index_put_accumulate(self: Array, mask: Array, indices: Indices, values: Array) -> Array:
     """Values added at positions where the mask holds."""
     if not self.size:
         return self
@@ -143,13 +145,13 @@ def unsafe_masked_index_put_accumulate(self: Array, mask: Array, indices: list[A
     return place.max(kept) if self.dtype == jnp.bool_ else place.add(kept)
 
 
-def _clamped(x: Array, indices: list[Any]) -> tuple[Any, ...]:
+def _clamped(x: Array, indices: Indices) -> tuple[Any, ...]:
     found = _positions(x, indices, check=False)
     sizes = enumerate(found)
     return tuple(i if isinstance(i, slice) else jnp.clip(i, 0, x.shape[d] - 1) for d, i in sizes)
 
 
-def _masked_shape(x: Array, mask: Array, indices: list[Any]) -> tuple[int, ...]:
+def _masked_shape(x: Array, mask: Array, indices: Indices) -> tuple[int, ...]:
     shape = jax.eval_shape(lambda a: a[_positions(a, indices, check=False)], jnp.zeros((1,) * x.ndim)).shape
     return jnp.broadcast_shapes(shape, mask.shape)
 
@@ -211,27 +213,15 @@ _WRITES = {
 }
 
 
-@lowering(aten.scatter.src)
-def scatter_src(self: Array, dim: int, index: Array, src: Array) -> Array:
-    """``src`` written where an index along one dim says."""
-    return _scatter(self, dim, index, src, _WRITES["set"])
-
-
-@lowering(aten.scatter.value)
-def scatter_value(self: Array, dim: int, index: Array, value: Any) -> Array:
-    """One value written where an index along one dim says."""
-    return _scatter(self, dim, index, value, _WRITES["set"])
-
-
-@lowering(aten.scatter.reduce)
-def scatter_with_reduce(self: Array, dim: int, index: Array, src: Array, reduce: str) -> Array:
-    """``src`` added or multiplied in where an index along one dim says."""
+@lowering(aten.scatter.src, aten.scatter.reduce)
+def scatter(self: Array, dim: int, index: Array, src: Array, reduce: str = "set") -> Array:
+    """``src`` written, added or multiplied in where an index along one dim says."""
     return _scatter(self, dim, index, src, _WRITES[reduce])
 
 
-@lowering(aten.scatter.value_reduce)
-def scatter_value_reduce(self: Array, dim: int, index: Array, value: Any, reduce: str) -> Array:
-    """One value added or multiplied in where an index along one dim says."""
+@lowering(aten.scatter.value, aten.scatter.value_reduce)
+def scatter_value(self: Array, dim: int, index: Array, value: Scalar, reduce: str = "set") -> Array:
+    """One value written, added or multiplied in where an index along one dim says."""
     return _scatter(self, dim, index, value, _WRITES[reduce])
 
 
@@ -257,8 +247,7 @@ def _identity(reduce: str, dtype: Any) -> Any:
 def reduce_at(x: Array, position: Any, values: Array, reduce: str, include_self: bool) -> Array:
     """Return ``x`` with values reduced into it at a position, its own elements taking part or not."""
     if x.dtype == jnp.bool_:
-        wide = reduce_at(x.astype(jnp.uint8), position, values.astype(jnp.uint8), reduce, include_self)
-        return wide != 0
+        return reduce_at(x.astype(jnp.uint8), position, values.astype(jnp.uint8), reduce, include_self) != 0
     start = x
     if not include_self:
         touched = jnp.zeros(x.shape, bool).at[position].set(True)
@@ -275,8 +264,8 @@ def reduce_at(x: Array, position: Any, values: Array, reduce: str, include_self:
     hits = jnp.maximum(hits, 1)
     if jnp.issubdtype(x.dtype, jnp.integer):
         return jnp.floor_divide(added, hits.astype(x.dtype))
-    wide = accumulation_dtype(x.dtype)
-    return cast(added.astype(wide) / hits.astype(wide), x.dtype)
+    dtype = accumulation_dtype(x.dtype)
+    return cast(added.astype(dtype) / hits.astype(dtype), x.dtype)
 
 
 @lowering(aten.scatter_reduce.two)
@@ -355,17 +344,13 @@ def index_reduce(
     return _index_write(self, dim, index, source, "index out of range in self", write)
 
 
-def _index_fill(op: Any) -> None:
-    @lowering(op)
-    def lowered(self: Array, dim: int, index: Array, value: Any) -> Array:
-        whole, axis = _lined_up(self, dim)
-        size = whole.shape[axis]
-        at = wrapped(index.reshape(-1), size, IndexError, outside(axis, size))
-        return whole.at[_along(axis, at)].set(cast(value, self.dtype)).reshape(self.shape)
-
-
-_index_fill(aten.index_fill.int_Scalar)
-_index_fill(aten.index_fill.int_Tensor)
+@lowering(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
+def index_fill(self: Array, dim: int, index: Array, value: Operand) -> Array:
+    """One value written over the slices that an index along one dim names."""
+    whole, axis = _lined_up(self, dim)
+    size = whole.shape[axis]
+    places = wrapped(index.reshape(-1), size, IndexError, outside(axis, size))
+    return whole.at[_along(axis, places)].set(cast(value, self.dtype)).reshape(self.shape)
 
 
 def _flat_position(x: Array, index: Array) -> Array:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-Array = Any
+from isthmus._ops.common import Array
 
 
 def reinterpret(value: Array, dtype: Any) -> Array:

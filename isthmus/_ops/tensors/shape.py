@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import NO_OPMATH, Number, cast, promote, wrap_dim
+from isthmus._ops.common import NO_OPMATH, Array, Number, cast, promote, wrap_dim
 from isthmus._ops.registry import lowering
 from isthmus._ops.value_checks import require
 
-Array = Any
+Ints = Sequence[int]
 
 
 @lowering(aten.cat.default)
@@ -79,22 +82,21 @@ def _padded(x: Array, padding: Any, mode: str) -> Array:
     return jnp.pad(x[cuts], [(max(a, 0), max(b, 0)) for a, b in widths], mode=mode)
 
 
-def _border(name: str, mode: str) -> None:
-    """File a padding by what is inside, and its gradient, which is its transpose."""
+def _border(mode: str, self: Array, padding: Ints) -> Array:
+    """A border of what is inside: reflected, or its edge repeated."""
+    return _padded(self, padding, mode)
 
-    @lowering(getattr(aten, name).default)
-    def forward(self: Array, padding: Any) -> Array:
-        return _padded(self, padding, mode)
 
-    @lowering(getattr(aten, f"{name}_backward").default)
-    def backward(grad_output: Array, self: Array, padding: Any) -> Array:
-        (grad,) = jax.linear_transpose(lambda x: _padded(x, padding, mode), self)(grad_output)
-        return grad
+def _border_backward(mode: str, grad_output: Array, self: Array, padding: Ints) -> Array:
+    """The gradient of a padding, its transpose."""
+    (grad,) = jax.linear_transpose(lambda x: _padded(x, padding, mode), self)(grad_output)
+    return grad
 
 
 for _rank in (1, 2, 3):
-    _border(f"reflection_pad{_rank}d", "reflect")
-    _border(f"replication_pad{_rank}d", "edge")
+    for _name, _mode in ((f"reflection_pad{_rank}d", "reflect"), (f"replication_pad{_rank}d", "edge")):
+        lowering(getattr(aten, _name).default)(functools.partial(_border, _mode))
+        lowering(getattr(aten, f"{_name}_backward").default)(functools.partial(_border_backward, _mode))
 
 
 @lowering(aten.tril.default)
@@ -109,16 +111,21 @@ def triu(self: Array, diagonal: int = 0) -> Array:
     return jnp.triu(self, diagonal)
 
 
-def _triangle(op: Any, fn: Any) -> None:
-    @lowering(op)
-    def lowered(row: int, col: int, offset: int = 0, dtype: Any = None) -> Array:
-        # The schema's default is torch's number for int64.
-        dtype = np.int64 if dtype is None or isinstance(dtype, int) else dtype
-        return jnp.stack([jnp.asarray(i.astype(dtype)) for i in fn(row, offset, col)])
+def _triangle(
+    indices: Callable[[int, int, int], tuple[np.ndarray, np.ndarray]],
+    row: int,
+    col: int,
+    offset: int = 0,
+    dtype: DTypeLike | int | None = None,
+) -> Array:
+    """Rows and columns of the elements of a triangle."""
+    # The schema's default is torch's number for int64.
+    dtype = np.int64 if dtype is None or isinstance(dtype, int) else dtype
+    return jnp.stack([jnp.asarray(i.astype(dtype)) for i in indices(row, offset, col)])
 
 
-_triangle(aten.tril_indices.default, np.tril_indices)
-_triangle(aten.triu_indices.default, np.triu_indices)
+lowering(aten.tril_indices.default)(functools.partial(_triangle, np.tril_indices))
+lowering(aten.triu_indices.default)(functools.partial(_triangle, np.triu_indices))
 
 
 def _on_diagonal(shape: Any, offset: int, dim1: int, dim2: int) -> tuple[Any, list[int]]:

@@ -9,11 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import cast
+from isthmus._ops.common import Array, cast
 from isthmus._ops.reductions.sorting import sort_with_indices
 from isthmus._ops.registry import lowering
-
-Array = Any
 
 
 def _count(self: Array) -> Array:

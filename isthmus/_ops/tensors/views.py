@@ -14,11 +14,9 @@ import torch
 from jax import lax
 
 from isthmus._graph.names import Missing, aten, prims
-from isthmus._ops.common import wrap_dim, wrap_dims
+from isthmus._ops.common import Array, wrap_dim, wrap_dims
 from isthmus._ops.tensors.reinterpret import reinterpret
 from isthmus._runtime.dtypes import to_jax_dtype
-
-Array = Any
 
 
 def same(x: Array, *ignored: Any) -> Array:
