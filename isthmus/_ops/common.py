@@ -26,6 +26,7 @@ from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
 
 Array = jax.Array
 DType = np.dtype[np.generic]
+Ints = Sequence[int]
 FLOAT8 = frozenset(np.dtype(getattr(jnp, name)) for name in dir(jnp) if name.startswith("float8_"))
 DEFAULT = Promotion.DEFAULT
 NO_OPMATH = Promotion.NO_OPMATH
@@ -102,12 +103,12 @@ def _truncated(array: Array, dtype: DType) -> Array:
     The processor has instructions for int32 and int64, which give the least integer for all that is out of range,
     nan included. Smaller types are the low bits of one of them; an uint32 and an uint8 are those of an int64.
     """
-    wide = np.dtype(np.int32 if dtype.name in ("int8", "int16", "uint16", "int32") else np.int64)
-    limit = 2.0 ** (8 * wide.itemsize - 1)
+    integer_dtype = np.dtype(np.int32 if dtype.name in ("int8", "int16", "uint16", "int32") else np.int64)
+    limit = 2.0 ** (8 * integer_dtype.itemsize - 1)
     if array.dtype.itemsize < 4:
         array = array.astype(jnp.float32)  # a float16 has no such limit
     inside = (array >= -limit) & (array < limit)
-    whole = jnp.where(inside, array.astype(wide), jnp.iinfo(wide).min).astype(dtype)
+    whole = jnp.where(inside, array.astype(integer_dtype), jnp.iinfo(integer_dtype).min).astype(dtype)
     if dtype != np.uint64:
         return whole
     # Above int64 the compiler subtracts its limit first; what is out of range then is 0.
@@ -119,27 +120,27 @@ def _truncated(array: Array, dtype: DType) -> Array:
 def _through_float32(array: Array, dtype: DType) -> Array:
     """Return float8s as another type or another type as float8s: torch converts by way of float32, and saturates."""
     if array.dtype not in FLOAT8:
-        wide = cast(array, jnp.float32)
+        floats = cast(array, jnp.float32)
     elif array.dtype.name == "float8_e8m0fnu" and dtype.name in ("float64", "complex128", "bool"):
         # XLA flushes 2**-127, a denormal float32; so the exponent is put where a float64 has its own.
         bits = (lax.bitcast_convert_type(array, jnp.uint8).astype(jnp.uint64) + (1023 - 127)) << 52
-        wide = jnp.where(jnp.isnan(array), jnp.nan, lax.bitcast_convert_type(bits, jnp.float64))
+        floats = jnp.where(jnp.isnan(array), jnp.nan, lax.bitcast_convert_type(bits, jnp.float64))
     else:
-        wide = array.astype(jnp.float32)
+        floats = array.astype(jnp.float32)
         if jnp.issubdtype(dtype, jnp.integer) and array.dtype.name.endswith(("fnu", "fnuz")):
             # Their only nan is a constant to torch's compiler, which makes 0 of it.
-            wide = jnp.where(jnp.isnan(wide), 0, wide)
+            floats = jnp.where(jnp.isnan(floats), 0, floats)
     if dtype not in FLOAT8:
-        return cast(wide, dtype)
+        return cast(floats, dtype)
     if dtype.name == "float8_e8m0fnu":
-        return _exponents(wide, array)
+        return _exponents(floats, array)
     if dtype.name.endswith("fnuz"):
         # XLA joins two conversions to one, and that makes nan of negative numbers that round to 0: it has no -0.
-        wide = jnp.where(abs(wide) <= float(jnp.finfo(dtype).smallest_subnormal) / 2, 0.0, wide)
+        floats = jnp.where(abs(floats) <= float(jnp.finfo(dtype).smallest_subnormal) / 2, 0.0, floats)
     if dtype.name == "float8_e4m3fn" and _saturates():
         largest = float(jnp.finfo(dtype).max)
-        wide = jnp.where(jnp.isnan(wide), wide, jnp.clip(wide, -largest, largest))
-    return wide.astype(dtype)
+        floats = jnp.where(jnp.isnan(floats), floats, jnp.clip(floats, -largest, largest))
+    return floats.astype(dtype)
 
 
 @functools.cache
@@ -148,18 +149,20 @@ def _saturates() -> bool:
     return not torch.tensor(1e4).to(torch.float8_e4m3fn).float().isnan().item()
 
 
-def _exponents(wide: Array, array: Array) -> Array:
+def _exponents(floats: Array, array: Array) -> Array:
     """Return float32s as powers of two, rounded to the nearest, ties up; the sign is dropped, as torch does."""
-    bits = lax.bitcast_convert_type(wide, jnp.uint32)
+    bits = lax.bitcast_convert_type(floats, jnp.uint32)
     exponent = (bits >> 23) & 0xFF
     guard, rest = (bits & 0x400000) != 0, (bits & 0x3FFFFF) != 0
     # A tie goes up unless the exponent is 0, where the float32 is denormal.
     up = guard & (rest | (exponent > 0)) & (exponent < 0xFF)
-    found = (exponent + up).astype(jnp.uint8)
+    rounded = (exponent + up).astype(jnp.uint8)
     if array.dtype == np.float64:
         # XLA flushes what is denormal as a float32; torch rounds it, to 2**-127 or 2**-126.
-        found = jnp.where(abs(array) < 2.0**-126, abs(array) > 2.0**-127 + 2.0**-150, found).astype(jnp.uint8)
-    return lax.bitcast_convert_type(found, jnp.float8_e8m0fnu)
+        rounded = jnp.where(abs(array) < 2.0**-126, abs(array) > 2.0**-127 + 2.0**-150, rounded).astype(
+            jnp.uint8
+        )
+    return lax.bitcast_convert_type(rounded, jnp.float8_e8m0fnu)
 
 
 class _Linear(threading.local):

@@ -233,8 +233,8 @@ def _adapted(function: Function, options: Options) -> Function:
         targets = accumulate if isinstance(accumulate, tuple) else None
         named = next(filter(None, targets)) if targets else accumulate
         main = named if isinstance(named, str) else next(iter(arrays))
-        wide = accumulation_dtype(arrays[main].dtype)
-        widened = {n: cast(a, wide) for n, a in arrays.items() if jnp.issubdtype(a.dtype, jnp.inexact)}
+        acc_dtype = accumulation_dtype(arrays[main].dtype)
+        widened = {n: cast(a, acc_dtype) for n, a in arrays.items() if jnp.issubdtype(a.dtype, jnp.inexact)}
         results: Any = function(**(values | widened))
         if not isinstance(results, (tuple, list)):
             return cast(results, arrays[main].dtype)
@@ -321,7 +321,7 @@ def _schema_name(name: str) -> str:
     return "from" if name == "from_" else name
 
 
-def _same(value: Any, default: Any) -> bool:
+def _same(value: object, default: object) -> bool:
     # A default only counts as itself: Numbers and arrays are never equal to it. A tuple and a list compare as lists.
     if isinstance(value, (list, tuple)) and isinstance(default, (list, tuple)):
         return list(value) == list(default)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from isthmus._graph.names import aten
@@ -109,8 +108,8 @@ def cholesky_solve_helper(self: Array, A: Array, upper: bool) -> Array:
     """Solve with the matrix whose Cholesky factor is ``A``."""
     how = {"transpose_a": True, "conjugate_a": True}
     first, second = (how, {}) if upper else ({}, how)
-    found = solve_triangle(A, self, upper=upper, **first)
-    return solve_triangle(A, found, upper=upper, **second)
+    half = solve_triangle(A, self, upper=upper, **first)
+    return solve_triangle(A, half, upper=upper, **second)
 
 
 @lowering(aten.cholesky_inverse.default)
@@ -163,9 +162,9 @@ def _solve_lu(packed: Array, permutation: Array, b: Array, *, left: bool, adjoin
         rows = jnp.take_along_axis(b, order[..., None], axis=-2)
         return solve_triangle(packed, solve_triangle(packed, rows, upper=False, unit=True), upper=True)
     how = {"transpose_a": True, "conjugate_a": True}
-    found = solve_triangle(packed, b, upper=True, **how)
-    found = solve_triangle(packed, found, upper=False, unit=True, **how)
-    return jnp.take_along_axis(found, jnp.argsort(order, axis=-1)[..., None], axis=-2)
+    solution = solve_triangle(packed, b, upper=True, **how)
+    solution = solve_triangle(packed, solution, upper=False, unit=True, **how)
+    return jnp.take_along_axis(solution, jnp.argsort(order, axis=-1)[..., None], axis=-2)
 
 
 def _permutation(pivots: Array, rows: int) -> Array:
@@ -182,7 +181,7 @@ def _unpack(packed: Array) -> tuple[Array, Array]:
     return lower, jnp.triu(packed[..., :inner, :])
 
 
-def _permutation_matrix(permutation: Array, dtype: Any) -> Array:
+def _permutation_matrix(permutation: Array, dtype: DTypeLike) -> Array:
     rows = jnp.arange(permutation.shape[-1])
     return (rows[:, None] == permutation[..., None, :]).astype(dtype)
 
@@ -231,8 +230,8 @@ def linalg_solve_ex(A: Array, B: Array, left: bool = True, check_errors: bool = 
     check_unchecked(check_errors)
     vector = B.ndim == 1 or (A.ndim - 1 == B.ndim and B.shape == A.shape[:-1])
     packed, pivots, permutation, info = _lu(A)
-    found = _solve_lu(packed, permutation, B[..., None] if vector else B, left=left, adjoint=False)
-    return (found[..., 0] if vector else found), packed, pivots, info
+    solution = _solve_lu(packed, permutation, B[..., None] if vector else B, left=left, adjoint=False)
+    return (solution[..., 0] if vector else solution), packed, pivots, info
 
 
 @lowering(aten.linalg_inv_ex.default, dtypes=LAPACK)
@@ -244,7 +243,7 @@ def linalg_inv_ex(A: Array, check_errors: bool = False) -> tuple[Array, Array]:
     return _solve_lu(packed, permutation, identity, left=True, adjoint=False), info
 
 
-def _parity(pivots: Array, dtype: Any) -> Array:
+def _parity(pivots: Array, dtype: DTypeLike) -> Array:
     """Return the sign of a permutation: every row exchanged with another turns it."""
     exchanged = pivots != jnp.arange(1, pivots.shape[-1] + 1)
     return (1 - 2 * (exchanged.sum(-1) % 2)).astype(dtype)

@@ -109,8 +109,8 @@ def _factor(x: Array, hermitian: bool) -> tuple[Array, Array, Array]:
         jnp.zeros((), jnp.int32),
         jnp.zeros((), jnp.int32),
     )
-    found = jax.lax.while_loop(lambda s: s.at < size, lambda s: _step(s, conjugate), start)
-    return found.packed[:size, :size], found.pivots, found.info
+    end = jax.lax.while_loop(lambda s: s.at < size, lambda s: _step(s, conjugate), start)
+    return end.packed[:size, :size], end.pivots, end.info
 
 
 def _batched(function: Callable[..., Any], ndim: int) -> Callable[..., Any]:
@@ -127,7 +127,7 @@ def linalg_ldl_factor_ex(
     check_unchecked(check_errors)
     if self.size == 0:
         return self, jnp.zeros(self.shape[:-1], jnp.int32), jnp.zeros(self.shape[:-2], jnp.int32)
-    return _batched(lambda x: _factor(x, hermitian), self.ndim - 2)(self)  # type: ignore[no-any-return]
+    return _batched(lambda x: _factor(x, hermitian), self.ndim - 2)(self)
 
 
 def _starts(pivots: Array) -> Array:
@@ -151,8 +151,8 @@ def _solve(packed: Array, pivots: Array, b: Array, hermitian: bool) -> Array:
     below = (rows[:, None] > rows + begins[None, :]) if size else rows[:, None] > rows
     lower = jnp.where(below, packed, 0)
 
-    def exchange(k: Array, x: Array, wanted: Array) -> Array:
-        return jnp.where(wanted, _exchange(x, k, partner[k]), x)
+    def exchange(k: Array, x: Array, applies: Array) -> Array:
+        return jnp.where(applies, _exchange(x, k, partner[k]), x)
 
     def forward(k: Array, x: Array) -> Array:
         x = jnp.where(begins[k], _exchange(x, jnp.minimum(k + 1, size - 1), partner[k]), x)

@@ -40,10 +40,10 @@ def _any_rank(a: Array, b: Array, rcond: float) -> tuple[Array, Array, Array]:
     u, s, vh = jnp.linalg.svd(a, full_matrices=False)
     # A negative tolerance means the precision of the dtype, as LAPACK has it.
     tolerance = _precision(s) if rcond < 0 else rcond
-    kept = s > tolerance * s[..., :1]
-    inverse = jnp.where(kept, 1 / jnp.where(kept, s, 1), 0).astype(a.dtype)
+    large = s > tolerance * s[..., :1]
+    inverse = jnp.where(large, 1 / jnp.where(large, s, 1), 0).astype(a.dtype)
     solution = _times(adjoint_of(vh), inverse[..., None] * _times(adjoint_of(u), b))
-    return solution, kept.sum(-1).astype(jnp.int64), s
+    return solution, large.sum(-1).astype(jnp.int64), s
 
 
 def _residuals(a: Array, x: Array, b: Array) -> Array:

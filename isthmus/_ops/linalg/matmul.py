@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import torch
+from jax.typing import DTypeLike
 
 from isthmus._graph.names import aten
 from isthmus._ops.common import Array, Scalar, accumulation_dtype, cast, product_dtype, promote
@@ -19,17 +18,22 @@ _PRECISION = {
 }
 
 
-def precision() -> Any:
+def precision() -> jax.lax.Precision:
     """Return XLA's name for ``torch.get_float32_matmul_precision()``."""
     return _PRECISION[torch.get_float32_matmul_precision()]
 
 
-def product(a: Array, b: Array, dtype: Any = None) -> Array:
+def product(a: Array, b: Array, dtype: DTypeLike | None = None) -> Array:
     """Multiply matrices with torch's accumulation: half types in float32."""
     if jnp.issubdtype(a.dtype, jnp.bool_):
         return jnp.matmul(a.astype(jnp.int32), b.astype(jnp.int32)) != 0
-    found = product_dtype(a.dtype) if dtype is None else dtype
-    return jnp.matmul(a, b, precision=precision(), preferred_element_type=found)
+    out_dtype = product_dtype(a.dtype) if dtype is None else dtype
+    return jnp.matmul(a, b, precision=precision(), preferred_element_type=out_dtype)
+
+
+def einsum(formula: str, a: Array, b: Array, dtype: DTypeLike) -> Array:
+    """``jnp.einsum`` in torch's precision, accumulated in ``dtype``."""
+    return jnp.einsum(formula, a, b, precision=precision(), preferred_element_type=dtype)
 
 
 @lowering(aten.mm.default, aten.bmm.default, matmul=True)
@@ -106,27 +110,29 @@ def addmv(self: Array, mat: Array, vec: Array, beta: Scalar = 1, alpha: Scalar =
 @lowering(aten.addr.default)
 def addr(self: Array, vec1: Array, vec2: Array, beta: Scalar = 1, alpha: Scalar = 1) -> Array:
     """beta * self + alpha * (vec1 outer vec2), rounded once."""
-    wide, dtype = promote(self, vec1, vec2)
-    found = cast(alpha, wide) * cast(vec1, wide)[:, None] * cast(vec2, wide)[None, :]
-    factor = cast(beta, wide)
+    compute, result = promote(self, vec1, vec2)
+    products = cast(alpha, compute) * cast(vec1, compute)[:, None] * cast(vec2, compute)[None, :]
+    factor = cast(beta, compute)
     # A zero beta ignores the base altogether, nan and infinity in it included.
-    scaled = jnp.where(factor == 0, jnp.zeros((), wide), factor * cast(self, wide))
-    return cast(scaled + found, dtype)
+    scaled = jnp.where(factor == 0, jnp.zeros((), compute), factor * cast(self, compute))
+    return cast(scaled + products, result)
 
 
 @lowering(aten.linear.default, matmul=True)
 def linear(input: Array, weight: Array, bias: Array | None = None) -> Array:
     """``input @ weight.T + bias`` in one program."""
-    found = product(input, weight.swapaxes(0, -1))
+    out = product(input, weight.swapaxes(0, -1))
     if bias is not None:
-        found = found + bias.astype(found.dtype)
-    return cast(found, input.dtype)
+        out = out + bias.astype(out.dtype)
+    return cast(out, input.dtype)
 
 
 @lowering(aten.linear_backward.default, matmul=True)
-def linear_backward(self: Array, grad_output: Array, weight: Array, output_mask: list[bool]) -> Any:
+def linear_backward(
+    self: Array, grad_output: Array, weight: Array, output_mask: list[bool]
+) -> tuple[Array | None, ...]:
     """The gradients of ``linear`` for input, weight and bias."""
-    grads: list[Any] = [None, None, None]
+    grads: list[Array | None] = [None, None, None]
     flat_grad = grad_output.reshape(-1, weight.shape[0]) if weight.ndim > 1 else grad_output.reshape(-1, 1)
     flat_self = self.reshape(-1, self.shape[-1])
     if output_mask[0]:
@@ -134,8 +140,8 @@ def linear_backward(self: Array, grad_output: Array, weight: Array, output_mask:
         grads[0] = cast(product(flat_grad, matrix.conj()), self.dtype).reshape(self.shape)
     if output_mask[1] or output_mask[2]:  # torch gives both if either is asked for
         grads[1] = cast(product(flat_grad.T, flat_self.conj()), weight.dtype).reshape(weight.shape)
-        wide = accumulation_dtype(grad_output.dtype)
-        total = flat_grad.astype(wide).sum(0)
+        acc_dtype = accumulation_dtype(grad_output.dtype)
+        total = flat_grad.astype(acc_dtype).sum(0)
         grads[2] = cast(total, grad_output.dtype).reshape(weight.shape[:-1])
     return tuple(grads)
 

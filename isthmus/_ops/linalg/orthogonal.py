@@ -20,8 +20,8 @@ def linalg_qr(A: Array, mode: str = "reduced") -> tuple[Array, Array]:
     """Q and R, or R alone."""
     if mode == "r":
         return nothing(A), jnp.linalg.qr(A, mode="r")
-    found = jnp.linalg.qr(A, mode=mode)
-    return found[0], found[1]
+    factors = jnp.linalg.qr(A, mode=mode)
+    return factors[0], factors[1]
 
 
 @lowering(aten.geqrf.default, dtypes=LAPACK)
@@ -56,12 +56,12 @@ def ormqr(self: Array, input2: Array, input3: Array, left: bool = True, transpos
 @lowering(aten._linalg_eigh.default, dtypes=LAPACK)
 def linalg_eigh(A: Array, UPLO: str = "L", compute_v: bool = True) -> tuple[Array, Array]:
     """Eigenvalues in ascending order, and eigenvectors up to their phase."""
-    vectors, found = jax.lax.linalg.eigh(hermitian(A, UPLO.upper() == "U"), symmetrize_input=False)
+    vectors, values = jax.lax.linalg.eigh(hermitian(A, UPLO.upper() == "U"), symmetrize_input=False)
     message = "the input matrix is ill-conditioned or has too many repeated eigenvalues"
     require(
-        jnp.isfinite(found), LinAlgError, f"linalg.eigh: The algorithm failed to converge because {message}."
+        jnp.isfinite(values), LinAlgError, f"linalg.eigh: The algorithm failed to converge because {message}."
     )
-    return found, vectors if compute_v else nothing(A)
+    return values, vectors if compute_v else nothing(A)
 
 
 @lowering(aten._linalg_svd.default, dtypes=LAPACK)
@@ -92,8 +92,8 @@ def _eigen(x: Array, name: str, *, vectors: bool) -> list[Array]:
     # LAPACK may end the process over a nan, so none reaches it.
     x = jnp.where(jnp.isfinite(x), x, 0)
     if x.size == 0:
-        wide = jnp.result_type(x.dtype, jnp.complex64)
-        return [jnp.zeros(x.shape[:-1], wide), jnp.zeros(x.shape, wide)]
+        complex_dtype = jnp.result_type(x.dtype, jnp.complex64)
+        return [jnp.zeros(x.shape[:-1], complex_dtype), jnp.zeros(x.shape, complex_dtype)]
     return jax.lax.linalg.eig(x, compute_left_eigenvectors=False, compute_right_eigenvectors=vectors)
 
 

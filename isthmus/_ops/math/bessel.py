@@ -42,10 +42,10 @@ def _ratio(x: Array, numerator: Sequence[float], denominator: Sequence[float]) -
 
 def _series(first: int) -> list[float]:
     """The Maclaurin coefficients in x cubed of the solution of y'' = xy that starts with x to the ``first``."""
-    found = [1.0]
+    coefficients = [1.0]
     for k in range(1, 16):  # enough for double precision where |x| is below 2.09
-        found.append(found[-1] / ((3 * k + first) * (3 * k + first - 1)))
-    return found[::-1]
+        coefficients.append(coefficients[-1] / ((3 * k + first) * (3 * k + first - 1)))
+    return coefficients[::-1]
 
 
 _AIRY_EVEN, _AIRY_ODD = _series(0), _series(1)
@@ -69,9 +69,9 @@ def _airy_ai(x: Array) -> Array:
     cube = near * near * near
     even, odd = polynomial(cube, _AIRY_EVEN), near * polynomial(cube, _AIRY_ODD)
     inner = _AIRY_AT_0 * even - _AIRY_SLOPE * odd
-    found = jnp.where(x < -2.09, swinging, jnp.where(x >= 2.09, decaying, inner))
-    found = jnp.where(x > 103.892, jnp.zeros_like(x), found)
-    return jnp.where(jnp.isinf(x), jnp.full_like(x, jnp.nan), found)
+    out = jnp.where(x < -2.09, swinging, jnp.where(x >= 2.09, decaying, inner))
+    out = jnp.where(x > 103.892, jnp.zeros_like(x), out)
+    return jnp.where(jnp.isinf(x), jnp.full_like(x, jnp.nan), out)
 
 
 _LARGE = {
@@ -109,15 +109,15 @@ def _bessel_j1(x: Array) -> Array:
     size = jnp.abs(x)
     z = size * size
     inner = _ratio(z, c.J1_NUM, c.J1_DEN) * size * (z - 14.6819706421238932572) * (z - 49.2184563216946036703)
-    found = jnp.where(size <= 5, inner, _hankel(_large(size), 1)[0])
-    return jnp.where(x < 0, -found, found)
+    out = jnp.where(size <= 5, inner, _hankel(_large(size), 1)[0])
+    return jnp.where(x < 0, -out, out)
 
 
 def _second_kind(x: Array, inner: Array, order: int) -> Array:
     """Y from its values up to 5: -inf at 0, nan below it."""
-    found = jnp.where(x <= 5, inner, _hankel(_large(x), order)[1])
-    found = jnp.where(x == 0, jnp.full_like(x, -jnp.inf), found)
-    return jnp.where(x < 0, jnp.full_like(x, jnp.nan), found)
+    out = jnp.where(x <= 5, inner, _hankel(_large(x), order)[1])
+    out = jnp.where(x == 0, jnp.full_like(x, -jnp.inf), out)
+    return jnp.where(x < 0, jnp.full_like(x, jnp.nan), out)
 
 
 def _bessel_y0(x: Array) -> Array:
@@ -135,9 +135,9 @@ def _modified_bessel_k(x: Array, near: Array, far: Array, scaled: bool) -> Array
     """K from its expansion up to 2 and that of K exp(x) beyond: infinite at 0, nan below it."""
     far = far / jnp.sqrt(x)
     near, far = (near * jnp.exp(x), far) if scaled else (near, jnp.exp(-x) * far)
-    found = jnp.where(x <= 2, near, far)
-    found = jnp.where(x == 0, jnp.full_like(x, jnp.inf), found)
-    return jnp.where(x < 0, jnp.full_like(x, jnp.nan), found)
+    out = jnp.where(x <= 2, near, far)
+    out = jnp.where(x == 0, jnp.full_like(x, jnp.inf), out)
+    return jnp.where(x < 0, jnp.full_like(x, jnp.nan), out)
 
 
 def _modified_bessel_k0(x: Array, scaled: bool = False) -> Array:
@@ -153,8 +153,8 @@ def _modified_bessel_k1(x: Array, scaled: bool = False) -> Array:
 def _spherical_bessel_j0(x: Array) -> Array:
     """sin(x) / x, by its series near 0, and 0 at infinity."""
     series = [(-1) ** k / math.factorial(2 * k + 1) for k in range(6, -1, -1)]
-    found = jnp.where(jnp.abs(x) < 0.5, polynomial(x * x, series), jnp.sin(x) / x)
-    return jnp.where(jnp.isinf(x), jnp.zeros_like(x), found)
+    out = jnp.where(jnp.abs(x) < 0.5, polynomial(x * x, series), jnp.sin(x) / x)
+    return jnp.where(jnp.isinf(x), jnp.zeros_like(x), out)
 
 
 def erfcx(x: Array) -> Array:

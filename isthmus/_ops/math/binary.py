@@ -99,19 +99,19 @@ def _trunc_divide(a: Array, b: Array) -> Array:
 def _remainder(a: Array, b: Array) -> Array:
     if jnp.issubdtype(a.dtype, jnp.integer):
         return jnp.remainder(a, b)
-    found = jax.lax.rem(a, b)
-    return jnp.where((found != 0) & ((b < 0) != (found < 0)), found + b, found)
+    remainder = jax.lax.rem(a, b)
+    return jnp.where((remainder != 0) & ((b < 0) != (remainder < 0)), remainder + b, remainder)
 
 
 def _pow(a: Array, b: Array) -> Array:
     if jnp.issubdtype(a.dtype, jnp.integer):
         return _integer_pow(a, b)
-    found = jnp.power(a, b)
+    out = jnp.power(a, b)
     if not jnp.iscomplexobj(a):
-        return found
+        return out
     # The logarithm of a complex zero is of no use, and that of an infinite number loses its parts.
-    found = jnp.where((a == 0) & (b.real > 0), 0, found)
-    return found if b.ndim else jnp.where(b == 2, a * a, jnp.where(b == 3, a * a * a, found))
+    out = jnp.where((a == 0) & (b.real > 0), 0, out)
+    return out if b.ndim else jnp.where(b == 2, a * a, jnp.where(b == 3, a * a * a, out))
 
 
 def _integer_pow(a: Array, b: Array) -> Array:
@@ -160,11 +160,11 @@ def logaddexp(a: Array, b: Array) -> Array:
     ordered = a.real < b.real
     low, high = jnp.where(ordered, a, b), jnp.where(ordered, b, a)
     lost = jnp.isneginf(low.real - high.real)  # whatever the angle, which may be infinite
-    found = jnp.where(lost, high, jnp.log1p(jnp.exp(low - high)) + high)
+    out = jnp.where(lost, high, jnp.log1p(jnp.exp(low - high)) + high)
     both = jnp.isinf(low.real) & (low.real == high.real)
     at_infinity = jnp.where(low.real < 0, low, jnp.log(jnp.exp(low) + jnp.exp(high)))
-    nan = jnp.full_like(found, complex(math.nan, math.nan))
-    return jnp.where(jnp.isnan(a) | jnp.isnan(b), nan, jnp.where(both, at_infinity, found))
+    nan = jnp.full_like(out, complex(math.nan, math.nan))
+    return jnp.where(jnp.isnan(a) | jnp.isnan(b), nan, jnp.where(both, at_infinity, out))
 
 
 Table = dict[tuple[OpOverload, ...], Callable[..., Array]]

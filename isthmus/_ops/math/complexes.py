@@ -31,8 +31,8 @@ def angle(self: Array) -> Array:
         return jnp.arctan2(self.imag, self.real)
     compute, result = promote(self, kind=INT_TO_FLOAT)
     x = cast(self, compute)
-    found = jnp.where(x < 0, jnp.asarray(jnp.pi, compute), jnp.zeros((), compute))
-    return cast(jnp.where(jnp.isnan(x), x, found), result)
+    angles = jnp.where(x < 0, jnp.asarray(jnp.pi, compute), jnp.zeros((), compute))
+    return cast(jnp.where(jnp.isnan(x), x, angles), result)
 
 
 @elementwise(aten.sgn.default)

@@ -62,8 +62,8 @@ def fft_r2c(self: Array, dim: list[int], normalization: int, onesided: bool) -> 
     if self.size == 0:
         half = self.shape[last] // 2 + 1
         return jnp.zeros((*self.shape[:last], half, *self.shape[last + 1 :]), complex_dtype)
-    found = jnp.fft.rfft(self, axis=last).astype(complex_dtype)
-    return _scaled(_along(found, dims[:-1], forward=True), normalization, sizes)
+    half_spectrum = jnp.fft.rfft(self, axis=last).astype(complex_dtype)
+    return _scaled(_along(half_spectrum, dims[:-1], forward=True), normalization, sizes)
 
 
 @lowering(aten._fft_c2r.default, dtypes=LAPACK)
@@ -78,5 +78,5 @@ def fft_c2r(self: Array, dim: list[int], normalization: int, last_dim_size: int)
     if self.size == 0:
         return jnp.zeros((*self.shape[:last], last_dim_size, *self.shape[last + 1 :]), real_dtype)
     inner = _along(self, dims[:-1], forward=False)
-    found = jnp.fft.irfft(inner, n=last_dim_size, axis=last, norm="forward").astype(real_dtype)
-    return _scaled(found, normalization, sizes)
+    signal = jnp.fft.irfft(inner, n=last_dim_size, axis=last, norm="forward").astype(real_dtype)
+    return _scaled(signal, normalization, sizes)

@@ -40,13 +40,13 @@ def _zeta64(x: Array, q: Array) -> Array:
     """The zeta function in double precision; its first term in the operands' own, as torch has it."""
     own, tiny = jnp.power(q, -x).astype(jnp.float64), float(jnp.finfo(x.dtype).tiny)
     x, q = jnp.broadcast_arrays(x.astype(jnp.float64), q.astype(jnp.float64))
-    wide = jnp.power(q, -x)
-    first = jnp.where(jnp.abs(wide) < tiny, wide, own)  # XLA has no subnormal numbers
+    term64 = jnp.power(q, -x)
+    first = jnp.where(jnp.abs(term64) < tiny, term64, own)  # XLA has no subnormal numbers
     infinite = (x == 1) | ((q <= 0) & (q == jnp.floor(q)))
     undefined = (x < 1) | ((q <= 0) & (x != jnp.floor(x)) & ~infinite)
-    found = _euler_maclaurin(*_direct_sum(x, q, first, infinite | undefined), x)
-    found = jnp.where(infinite, jnp.full_like(x, jnp.inf), found)
-    return jnp.where(undefined, jnp.full_like(x, jnp.nan), found)
+    out = _euler_maclaurin(*_direct_sum(x, q, first, infinite | undefined), x)
+    out = jnp.where(infinite, jnp.full_like(x, jnp.inf), out)
+    return jnp.where(undefined, jnp.full_like(x, jnp.nan), out)
 
 
 State = tuple[Array, Array, Array, Array, Array]
@@ -56,33 +56,33 @@ def _direct_sum(x: Array, q: Array, first: Array, done: Array) -> tuple[Array, A
     """Sum nine terms, and more until they are past 9; stop where a term no longer counts."""
 
     def left(state: State) -> Array:
-        count, at, _, _, done = state
-        return ~done & ((count < 9) | (at <= 9))
+        count, point, _, _, done = state
+        return ~done & ((count < 9) | (point <= 9))
 
     def add(state: State) -> State:
-        count, at, term, total, done = state
+        count, point, term, total, done = state
         going = left(state)
-        at = jnp.where(going, at + 1, at)
-        term = jnp.where(going, jnp.power(at, -x), term)
+        point = jnp.where(going, point + 1, point)
+        term = jnp.where(going, jnp.power(point, -x), term)
         total = jnp.where(going, total + term, total)
         small = (-_EPSILON * total < term) & (term < _EPSILON * total)
-        return count + 1, at, term, total, done | (going & small)
+        return count + 1, point, term, total, done | (going & small)
 
     start = (jnp.zeros((), jnp.int64), q, jnp.zeros_like(q), first, done)
-    _, at, term, total, done = jax.lax.while_loop(lambda state: jnp.any(left(state)), add, start)
-    return at, term, total, done
+    _, point, term, total, done = jax.lax.while_loop(lambda state: jnp.any(left(state)), add, start)
+    return point, term, total, done
 
 
-def _euler_maclaurin(at: Array, term: Array, total: Array, done: Array, x: Array) -> Array:
+def _euler_maclaurin(point: Array, term: Array, total: Array, done: Array, x: Array) -> Array:
     """Add the rest of the sum, from the integral on; stop where a correction no longer counts."""
-    total = jnp.where(done, total, total + term * at / (x - 1) - 0.5 * term)
+    total = jnp.where(done, total, total + term * point / (x - 1) - 0.5 * term)
     factor, k = jnp.ones_like(x), 0
     for divisor in _BERNOULLI:
-        factor, term = factor * (x + k), term / at
+        factor, term = factor * (x + k), term / point
         change = factor * term / divisor
         total = jnp.where(done, total, total + change)
         done = done | (jnp.abs(change / total) < _EPSILON)
-        factor, term = factor * (x + (k + 1)), term / at
+        factor, term = factor * (x + (k + 1)), term / point
         k += 2
     return total
 
@@ -98,10 +98,10 @@ def polygamma(n: int, self: Array) -> Array:
         return cast(trigamma(x), result)
     # Factorial and zeta overflow and underflow as they do in the dtype, but for XLA's want of subnormal numbers.
     factorial = jnp.exp(jnp.asarray(math.lgamma(n + 1), compute)).astype(jnp.float64)
-    found = _zeta64(jnp.full_like(x, n + 1), x)
+    zetas = _zeta64(jnp.full_like(x, n + 1), x)
     smallest = float(jnp.finfo(compute).smallest_subnormal) / 2
-    found = jnp.where(jnp.abs(found) < smallest, jnp.zeros_like(found), found)
-    return cast((1 if n % 2 else -1) * factorial * found, result)
+    zetas = jnp.where(jnp.abs(zetas) < smallest, jnp.zeros_like(zetas), zetas)
+    return cast((1 if n % 2 else -1) * factorial * zetas, result)
 
 
 def digamma(x: Array) -> Array:
@@ -113,14 +113,14 @@ def digamma(x: Array) -> Array:
 def trigamma(x: Array) -> Array:
     """The derivative of digamma, by reflection for x below one half."""
     reflected = x < 0.5
-    at = jnp.where(reflected, 1 - x, x)
-    found = jnp.zeros_like(x)
+    point = jnp.where(reflected, 1 - x, x)
+    out = jnp.zeros_like(x)
     for _ in range(6):
-        found, at = found + 1 / (at * at), at + 1
-    z = 1 / (at * at)
-    found = found + (1 + 1 / (2 * at) + z * (1 / 6 - z * (1 / 30 - z * (1 / 42)))) / at
+        out, point = out + 1 / (point * point), point + 1
+    z = 1 / (point * point)
+    out = out + (1 + 1 / (2 * point) + z * (1 / 6 - z * (1 / 30 - z * (1 / 42)))) / point
     sine = jnp.sin(jnp.asarray(math.pi, x.dtype) * x)
-    return jnp.where(reflected, math.pi**2 / (sine * sine) - found, found)
+    return jnp.where(reflected, math.pi**2 / (sine * sine) - out, out)
 
 
 def _incomplete(

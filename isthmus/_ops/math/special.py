@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ import jax.scipy.special as jsp
 from torch._ops import OpOverload
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import FLOATING, INT_TO_FLOAT, NO_OPMATH, REAL, Array, cast, promote, wrap_dims
+from isthmus._ops.common import FLOATING, INT_TO_FLOAT, NO_OPMATH, REAL, Array, Ints, cast, promote, wrap_dims
 from isthmus._ops.elementwise import elementwise
 from isthmus._ops.registry import lowering
 from isthmus.errors import Unsupported
@@ -139,7 +138,7 @@ for _shift, _operator, _left in (
 
 
 @lowering(aten.hash_tensor.default)
-def hash_tensor(self: Array, dim: Any = (), keepdim: bool = False, mode: int = 0) -> Array:
+def hash_tensor(self: Array, dim: Ints = (), keepdim: bool = False, mode: int = 0) -> Array:
     """The exclusive or along dims of the elements' 64 bits, as an integer or a double."""
     if mode != 0 or jnp.iscomplexobj(self):
         raise Unsupported("a hash torch refuses as well")
@@ -148,5 +147,5 @@ def hash_tensor(self: Array, dim: Any = (), keepdim: bool = False, mode: int = 0
     else:
         words = cast(self, jnp.int64).astype(jnp.uint64)
     dims = wrap_dims(dim, self.ndim)
-    found = jax.lax.reduce(words, jnp.zeros((), jnp.uint64), jax.lax.bitwise_xor, dims)
-    return jnp.expand_dims(found, dims) if keepdim else found
+    hashes = jax.lax.reduce(words, jnp.zeros((), jnp.uint64), jax.lax.bitwise_xor, dims)
+    return jnp.expand_dims(hashes, dims) if keepdim else hashes

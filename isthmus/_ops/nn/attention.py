@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from isthmus._graph.names import aten
 from isthmus._ops.common import Array, accumulation_dtype, cast
-from isthmus._ops.linalg.matmul import precision
+from isthmus._ops.linalg.matmul import einsum
 from isthmus._ops.registry import lowering
 from isthmus._runtime import compiler, private
 from isthmus.errors import Unsupported
@@ -47,17 +46,16 @@ def attention(
 
     Dims are (batch, heads, length, width); there may be fewer key heads than query heads.
     """
-    wide = accumulation_dtype(query.dtype)
+    acc_dtype = accumulation_dtype(query.dtype)
     batch, heads, length, width = query.shape
     shared = heads // max(key.shape[1], 1)
     factor = 1 / math.sqrt(width) if scale is None else scale
     grouped = query.reshape(batch, key.shape[1], shared, length, width)
-    how: dict[str, Any] = {"precision": precision(), "preferred_element_type": wide}
-    logits = jnp.einsum("bhgqd,bhkd->bhgqk", grouped, key, **how) * factor
+    logits = einsum("bhgqd,bhkd->bhgqk", grouped, key, acc_dtype) * factor
     logits = _bias(logits.reshape(batch, heads, length, key.shape[2]), bias, is_causal)
     chances, sums = _softmax(logits)
     split = cast(chances, value.dtype).reshape(batch, key.shape[1], shared, length, key.shape[2])
-    out = jnp.einsum("bhgqk,bhkd->bhgqd", split, value, **how)
+    out = einsum("bhgqk,bhkd->bhgqd", split, value, acc_dtype)
     return out.reshape(batch, heads, length, value.shape[-1]), sums
 
 
@@ -109,7 +107,7 @@ def fused_attention(
     is_causal: bool = False,
     return_debug_mask: bool = False,
     scale: float | None = None,
-) -> tuple[Any, ...]:
+) -> tuple[Array | int | None, ...]:
     """Attention without dropout; the extra results are what backward would need of a fused kernel."""
     if dropout_p:
         raise Unsupported("dropout inside attention")
@@ -123,8 +121,8 @@ def _flash_gradients(
     grad: Array, qkv: tuple[Array, ...], out: Array, sums: Array, is_causal: bool, scale: float | None
 ) -> tuple[Array, ...]:
     g, q, k, v, o = (x.swapaxes(1, 2) for x in (grad, *qkv, out))
-    found = private.cudnn_attention_gradients(g, q, k, v, o, sums, is_causal, _scale(qkv[0], scale))
-    return tuple(x.swapaxes(1, 2) for x in found)
+    gradients = private.cudnn_attention_gradients(g, q, k, v, o, sums, is_causal, _scale(qkv[0], scale))
+    return tuple(x.swapaxes(1, 2) for x in gradients)
 
 
 @lowering(aten._scaled_dot_product_fused_attention_overrideable_backward.default, matmul=True)
@@ -156,18 +154,18 @@ def fused_attention_backward(
                 cast(grad_out, query.dtype), (query, key, value), out, logsumexp, is_causal, scale
             )
             return (*gradients, None)
-    wide = accumulation_dtype(query.dtype)
+    acc_dtype = accumulation_dtype(query.dtype)
     floating = attn_bias is not None and jnp.issubdtype(attn_bias.dtype, jnp.floating)
     operands = [query, key, value] + ([attn_bias] if floating else [])
 
-    def forward(*given: Array) -> Array:
-        bias = given[3] if floating else attn_bias
-        q, k, v = (_lift(a) for a in given[:3])
-        found, _ = attention(q, k, v, _lift_bias(bias), is_causal, scale)
-        return found.reshape(grad_out.shape)
+    def forward(*inputs: Array) -> Array:
+        bias = inputs[3] if floating else attn_bias
+        q, k, v = (_lift(a) for a in inputs[:3])
+        attended, _ = attention(q, k, v, _lift_bias(bias), is_causal, scale)
+        return attended.reshape(grad_out.shape)
 
     _, transpose = jax.vjp(forward, *operands)
-    grads: list[Array | None] = list(transpose(cast(grad_out, wide)))
+    grads: list[Array | None] = list(transpose(cast(grad_out, acc_dtype)))
     if attn_bias is not None and not floating:
         grads.append(jnp.zeros_like(attn_bias))
     return (*grads, None) if attn_bias is None else tuple(grads)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +41,7 @@ def _skips(states: Array) -> Array:
     return jnp.concatenate([jnp.zeros((states.shape[0], min(2, states.shape[1])), bool), differs], 1)
 
 
-def _moved(x: Array, by: int, fill: Any) -> Array:
+def _moved(x: Array, by: int, fill: float) -> Array:
     """Return ``x`` with its columns moved up by ``by`` places, or down if negative, and ``fill`` moved in."""
     edges = (max(by, 0), max(-by, 0))
     padded = jnp.pad(x, ((0, 0), edges), constant_values=fill)
@@ -65,9 +64,9 @@ def _alphas(emitted: Array, skips: Array, within: Array) -> Array:
 
     def step(before: Array, emission: Array) -> tuple[Array, Array]:
         skipped = jnp.where(skips, _moved(before, 2, -jnp.inf), -jnp.inf)
-        found = _log_sum(before, _moved(before, 1, -jnp.inf), skipped) + emission
-        found = jnp.where(within, found, -jnp.inf)
-        return found, found
+        alpha = _log_sum(before, _moved(before, 1, -jnp.inf), skipped) + emission
+        alpha = jnp.where(within, alpha, -jnp.inf)
+        return alpha, alpha
 
     _, rest = jax.lax.scan(step, first, emitted[1:])
     return jnp.concatenate([first[None], rest])
@@ -80,10 +79,10 @@ def _betas(emitted: Array, skips: Array, within: Array, last: Array, times: Arra
     def step(after: Array, now: tuple[Array, Array]) -> tuple[Array, Array]:
         emission, time = now
         skipped = jnp.where(leaving, _moved(after, -2, -jnp.inf), -jnp.inf)
-        found = _log_sum(after, _moved(after, -1, -jnp.inf), skipped) + emission
-        found = jnp.where((time == times - 1)[:, None], jnp.where(last, emission, -jnp.inf), found)
-        found = jnp.where(within & (time < times)[:, None], found, -jnp.inf)
-        return found, found
+        beta = _log_sum(after, _moved(after, -1, -jnp.inf), skipped) + emission
+        beta = jnp.where((time == times - 1)[:, None], jnp.where(last, emission, -jnp.inf), beta)
+        beta = jnp.where(within & (time < times)[:, None], beta, -jnp.inf)
+        return beta, beta
 
     nothing = jnp.full(within.shape, -jnp.inf, emitted.dtype)
     clock = jnp.arange(emitted.shape[0])
@@ -161,8 +160,8 @@ def ctc_loss_backward(
     share = jnp.zeros_like(log_probs).at[:, sequences, states].add(passing, mode="drop")
     # An impossible class, like an impossible sequence, makes torch's gradient nan.
     share = share + 0 * log_probs + 0 * loss[:, None]
-    found = (jnp.exp(log_probs) - share) * grad[:, None]
+    gradient = (jnp.exp(log_probs) - share) * grad[:, None]
     live = (jnp.arange(log_probs.shape[0])[:, None] < times)[..., None]
     if zero_infinity:
         live = live & (loss != jnp.inf)[:, None]
-    return jnp.where(live, found, jnp.zeros((), found.dtype))
+    return jnp.where(live, gradient, jnp.zeros((), gradient.dtype))

@@ -36,29 +36,29 @@ def _check(weight: Array, indices: Array, per_sample_weights: Array | None, bags
         raise Unsupported(f"bags of a table {list(weight.shape)} with indices {list(indices.shape)}")
     if per_sample_weights is not None and per_sample_weights.dtype != weight.dtype:
         raise Unsupported(f"per_sample_weights of {per_sample_weights.dtype} for a table of {weight.dtype}")
-    found = "embedding_bag: Expected idx >= 0 && idx < num_embeddings"
-    require((indices >= 0) & (indices < weight.shape[0]), RuntimeError, found)
+    message = "embedding_bag: Expected idx >= 0 && idx < num_embeddings"
+    require((indices >= 0) & (indices < weight.shape[0]), RuntimeError, message)
 
 
-def _maxima(rows: Array, bag: Array, bags: int, kept: Array, indices: Array) -> tuple[Array, Array]:
+def _maxima(rows: Array, bag: Array, bags: int, counted: Array, indices: Array) -> tuple[Array, Array]:
     """Return the maximum of each bag and the index it came from; 0 and 0 for an empty bag."""
     count = rows.shape[0]
     shape = (bags, rows.shape[1])
     if count == 0:
         return jnp.zeros(shape, rows.dtype), jnp.zeros(shape, indices.dtype)
-    places = jnp.where(kept, jnp.arange(count), count)
+    places = jnp.where(counted, jnp.arange(count), count)
     first = jax.ops.segment_min(places, bag, bags)
     filled = (first < count)[:, None]
     # torch starts from a bag's first row and moves on to what is greater, so only a nan there stays.
     start = jnp.arange(count) == first[bag]
     stays = (start[:, None] & jnp.isnan(rows)).astype(jnp.int32)
     poisoned = (jax.ops.segment_max(stays, bag, bags) > 0) & filled
-    usable = kept[:, None] & ~jnp.isnan(rows)
+    usable = counted[:, None] & ~jnp.isnan(rows)
     top = jax.ops.segment_max(jnp.where(usable, rows, -jnp.inf), bag, bags)
     hits = jnp.where(usable & (rows == top[bag]), jnp.arange(count)[:, None], count)
     place = jnp.where(poisoned, first[:, None], jax.ops.segment_min(hits, bag, bags))
-    found = jnp.where(filled, indices[jnp.clip(place, 0, count - 1)], 0)
-    return jnp.where(filled, jnp.where(poisoned, jnp.nan, top), 0), found
+    rows_of_maxima = jnp.where(filled, indices[jnp.clip(place, 0, count - 1)], 0)
+    return jnp.where(filled, jnp.where(poisoned, jnp.nan, top), 0), rows_of_maxima
 
 
 @lowering(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
@@ -77,24 +77,24 @@ def embedding_bag(
     count, bags = indices.shape[0], offsets.shape[0] - include_last_offset
     _check(weight, indices, per_sample_weights, bags)
     _require_offsets(offsets, count, include_last_offset)
-    bag, kept = _bag_of_each(offsets[:bags], count), indices != padding_idx
+    bag, counted = _bag_of_each(offsets[:bags], count), indices != padding_idx
     # Rows are widened after they are taken: a float32 copy of the table would be far larger than the bags.
     rows = cast(jnp.take(weight, indices, axis=0, mode="clip"), accumulation_dtype(weight.dtype))
-    sizes = jax.ops.segment_sum(kept.astype(indices.dtype), bag, bags)
+    sizes = jax.ops.segment_sum(counted.astype(indices.dtype), bag, bags)
     maxima = jnp.zeros((0,), indices.dtype)
     if mode == MAX:
-        found, maxima = _maxima(rows, bag, bags, kept, indices)
+        out, maxima = _maxima(rows, bag, bags, counted, indices)
     else:
         if per_sample_weights is not None:
             rows = rows * cast(per_sample_weights, rows.dtype)[:, None]
-        found = jax.ops.segment_sum(jnp.where(kept[:, None], rows, 0), bag, bags)
+        out = jax.ops.segment_sum(jnp.where(counted[:, None], rows, 0), bag, bags)
         if mode == MEAN:
-            found = found / jnp.maximum(sizes, 1).astype(rows.dtype)[:, None]
+            out = out / jnp.maximum(sizes, 1).astype(rows.dtype)[:, None]
         else:
             sizes = jnp.zeros_like(sizes)  # torch counts only where the gradient needs it
     # The end of the last bag has an entry among the sizes too.
     sizes = jnp.pad(sizes, (0, offsets.shape[0] - bags))
-    return cast(found, weight.dtype), bag.astype(indices.dtype), sizes, maxima
+    return cast(out, weight.dtype), bag.astype(indices.dtype), sizes, maxima
 
 
 def _dense_gradient(
@@ -195,7 +195,7 @@ def embedding_bag_per_sample_weights_backward(
     if weight.shape[0] == 0 or grad.shape[0] == 0:
         raise Unsupported("bags of an empty table")
     bag = _given_bags(offset2bag, offsets[: grad.shape[0]], indices)
-    wide = accumulation_dtype(grad.dtype)
-    rows = cast(jnp.take(weight, indices, axis=0, mode="clip"), wide)
-    products = (cast(grad, wide)[bag] * rows).sum(-1)
+    acc_dtype = accumulation_dtype(grad.dtype)
+    rows = cast(jnp.take(weight, indices, axis=0, mode="clip"), acc_dtype)
+    products = (cast(grad, acc_dtype)[bag] * rows).sum(-1)
     return cast(jnp.where(indices == padding_idx, 0, products), grad.dtype)

@@ -25,9 +25,9 @@ def _starts(sample: Array, size: int, count: int, window: int) -> Array:
     last = jnp.full((planes, min(count, 1)), size - window, jnp.int32)
     if count <= 1:
         return last
-    wide = accumulation_dtype(dtype)
-    alpha = np.asarray(np.asarray(size - window, dtype) / np.asarray(count - 1, dtype), wide)
-    steps, offset = np.arange(count - 1).astype(dtype).astype(wide), cast(sample, wide)[:, None]
+    acc_dtype = accumulation_dtype(dtype)
+    alpha = np.asarray(np.asarray(size - window, dtype) / np.asarray(count - 1, dtype), acc_dtype)
+    steps, offset = np.arange(count - 1).astype(dtype).astype(acc_dtype), cast(sample, acc_dtype)[:, None]
     ahead = _rounded(_rounded(jnp.add(steps, offset), dtype) * alpha, dtype).astype(jnp.int32)
     behind = _rounded(offset * alpha, dtype).astype(jnp.int32)
     return jnp.concatenate([ahead - behind, last], 1)

@@ -101,7 +101,8 @@ def _sample(image: Array, grid: Array, options: tuple[int, int, bool], backward:
     # In 3-D a nan is the last place, but its gradient goes nowhere.
     lost = [None if len(sizes) == 2 else -2.0 if backward else size - 1.0 for size in sizes]
     points = [
-        _place(p, size, padding_mode, align, at) for p, size, at in zip(points, sizes, lost, strict=True)
+        _place(p, size, padding_mode, align, nan_place)
+        for p, size, nan_place in zip(points, sizes, lost, strict=True)
     ]
     if interpolation_mode == _NEAREST:
         return _gather(image, [jax.lax.stop_gradient(jnp.round(p)) for p in points])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from isthmus._graph.names import aten
 from isthmus._ops.common import Array, accumulation_dtype, cast, promote
@@ -19,7 +19,7 @@ from isthmus._ops.value_checks import require
 _NONE, _MEAN = 0, 1
 
 
-def reduce(loss: Array, reduction: int, dtype: Any) -> Array:
+def reduce(loss: Array, reduction: int, dtype: DTypeLike) -> Array:
     """Return the loss as torch's ``reduction`` asks: as it is, its mean or its sum."""
     if reduction == _NONE:
         return cast(loss, dtype)
@@ -138,18 +138,18 @@ def binary_cross_entropy_with_logits(
 
 
 def _target_weights(
-    target: Array, weight: Array | None, classes: int, ignore_index: int, dtype: Any
+    target: Array, weight: Array | None, classes: int, ignore_index: int, dtype: DTypeLike
 ) -> Array:
     """Return the weight of each target, zero for one to be ignored, and require the rest to be classes."""
     ignored = target == ignore_index
     inside = (target >= 0) & (target < classes)
     require(ignored | inside, IndexError, "Target is out of bounds.")
-    found = (
+    weights = (
         jnp.ones(target.shape, dtype)
         if weight is None
         else cast(weight, dtype)[jnp.clip(target, 0, classes - 1)]
     )
-    return jnp.where(ignored, jnp.zeros((), dtype), found)
+    return jnp.where(ignored, jnp.zeros((), dtype), weights)
 
 
 @lowering(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default, accumulate=True)
@@ -179,11 +179,11 @@ def nll_gradient(
     total: Array,
 ) -> tuple[Array, Array]:
     """Return which log probabilities are their targets', and the gradient of each target's."""
-    dim, wide = min(1, x.ndim - 1), accumulation_dtype(x.dtype)
+    dim, acc_dtype = min(1, x.ndim - 1), accumulation_dtype(x.dtype)
     target = target.astype(jnp.int64)
-    weights = _target_weights(target, weight, x.shape[dim], ignore_index, wide)
-    scale = cast(grad, wide) / cast(total, wide) if reduction == _MEAN else cast(grad, wide)
-    each = jnp.where(target == ignore_index, jnp.zeros((), wide), -weights * scale)
+    weights = _target_weights(target, weight, x.shape[dim], ignore_index, acc_dtype)
+    scale = cast(grad, acc_dtype) / cast(total, acc_dtype) if reduction == _MEAN else cast(grad, acc_dtype)
+    each = jnp.where(target == ignore_index, jnp.zeros((), acc_dtype), -weights * scale)
     # Compared for every class of every target, and a GPU compares 32 bits at once.
     index = jnp.int32 if x.shape[dim] < 2**31 else jnp.int64
     classes = jnp.arange(x.shape[dim], dtype=index).reshape((-1,) + (1,) * (x.ndim - dim - 1))

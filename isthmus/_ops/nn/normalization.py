@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from isthmus._graph.names import aten
 from isthmus._ops.common import Array, accumulation_dtype, cast
@@ -106,8 +106,8 @@ def group_norm_backward(
     normal = (x - mu) * r
     scaled = g if weight is None else g * cast(weight, dtype).reshape(1, group, C // group, 1)
     # As torch infers it: as wide as the widest, which are the statistics where the parameters are wider than the input.
-    given = (grad_out, input, mean, rstd, *([] if weight is None else [weight]))
-    result = functools.reduce(jnp.promote_types, [a.dtype for a in given])
+    arrays = (grad_out, input, mean, rstd, *([] if weight is None else [weight]))
+    result = functools.reduce(jnp.promote_types, [a.dtype for a in arrays])
     dx = cast(_input_grad(scaled, normal, r, (2, 3)).reshape(input.shape), result) if output_mask[0] else None
     dw = cast((g * normal).sum((0, 3)).reshape(C), result) if output_mask[1] else None
     db = cast(g.sum((0, 3)).reshape(C), result) if output_mask[2] else None
@@ -165,19 +165,19 @@ def batch_norm(
     """Normalize a batch per channel; in training by its own statistics, which move the running ones."""
     if not training:
         out = _batch_eval(input, weight, bias, running_mean, running_var, eps)
-        kept = [
+        stats = [
             cast(p, jnp.promote_types(accumulation_dtype(input.dtype), p.dtype))
             for p in (running_mean, running_var)
         ]
-        return (out, *_saved(input, running_mean, running_var, eps), *kept)
+        return (out, *_saved(input, running_mean, running_var, eps), *stats)
     out, mean, var, rstd = _batch_train(input, weight, bias, eps)
     count = math.prod(input.shape) // max(input.shape[1], 1)
     unbiased = var * (count / (count - 1)) if count > 1 else var * jnp.nan
     # As wide as torch's decomposition has them; what they are written to, of a half type say, rounds them.
     moved = [
-        (1 - momentum) * cast(running, wide) + momentum * cast(new, wide)
+        (1 - momentum) * cast(running, dtype) + momentum * cast(new, dtype)
         for running, new in ((running_mean, mean), (running_var, unbiased))
-        for wide in [jnp.promote_types(mean.dtype, running.dtype)]
+        for dtype in [jnp.promote_types(mean.dtype, running.dtype)]
     ]
     return (out, mean, rstd, *moved)
 
@@ -219,8 +219,8 @@ def batch_norm_no_update(
     """Normalize a batch per channel by the running statistics, and return what cuDNN would reserve: nothing."""
     if running_mean is None or running_var is None:
         raise Unsupported("no running statistics, which torch refuses as well")
-    found = batch_norm_no_training(input, weight, bias, running_mean, running_var, momentum, eps)
-    return (*found, jnp.zeros((0,), jnp.uint8))
+    results = batch_norm_no_training(input, weight, bias, running_mean, running_var, momentum, eps)
+    return (*results, jnp.zeros((0,), jnp.uint8))
 
 
 @lowering(aten.native_batch_norm_backward.default)
@@ -256,7 +256,7 @@ def batch_norm_backward(
     )
 
 
-def _rms_eps(eps: float | None, dtype: Any) -> float:
+def _rms_eps(eps: float | None, dtype: DTypeLike) -> float:
     return float(jnp.finfo(dtype).eps) if eps is None else eps  # type: ignore[no-untyped-call]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,21 +21,25 @@ from isthmus._ops.elementwise import keyword_signature
 from isthmus._ops.registry import lowering
 from isthmus.errors import Unsupported
 
-Taps = list[tuple[Any, Any]]
+Float = type[np.floating]
+Taps = list[tuple[np.ndarray, np.ndarray]]
 """For each output place, the input places it mixes and their weights."""
 Filter = Callable[[np.ndarray], np.ndarray]
 Windows = tuple[np.ndarray, np.ndarray]
 """The same as two tables, output places by taps, in which no row has a place twice."""
 
 
-def ratio(size: int, count: int, scale: float | None, dtype: Any) -> Any:
+AnyArray = TypeVar("AnyArray", np.ndarray, Array)
+
+
+def ratio(size: int, count: int, scale: float | None, dtype: Float) -> np.floating:
     """Return input places per output place, rounded as torch rounds it."""
     if scale is not None and scale > 0:
         return dtype(1.0 / scale)
     return dtype(size) / dtype(count)
 
 
-def _nearest(size: int, count: int, scale: float | None, exact: bool) -> Any:
+def _nearest(size: int, count: int, scale: float | None, exact: bool) -> np.ndarray:
     """Return the input place of each output place; torch computes it in float32 whatever the input."""
     places = np.arange(count, dtype=np.float32)
     if not exact and count == size:
@@ -43,18 +47,18 @@ def _nearest(size: int, count: int, scale: float | None, exact: bool) -> Any:
     if not exact and count == 2 * size:
         return np.arange(count) // 2
     step = ratio(size, count, scale, np.float32)
-    found = np.floor((places + np.float32(0.5)) * step if exact else places * step)
-    return np.minimum(found.astype(np.int64), size - 1)
+    source = np.floor((places + np.float32(0.5)) * step if exact else places * step)
+    return np.minimum(source.astype(np.int64), size - 1)
 
 
-def _sources(size: int, count: int, scale: float | None, align: bool, dtype: Any) -> Any:
+def _sources(size: int, count: int, scale: float | None, align: bool, dtype: Float) -> np.ndarray:
     places = np.arange(count, dtype=dtype)
     if align:
         return (dtype(size - 1) / dtype(count - 1) if count > 1 else dtype(0)) * places
     return ratio(size, count, scale, dtype) * (places + dtype(0.5)) - dtype(0.5)
 
 
-def _linear_taps(size: int, count: int, scale: float | None, align: bool, dtype: Any) -> Taps:
+def _linear_taps(size: int, count: int, scale: float | None, align: bool, dtype: Float) -> Taps:
     if size == count:
         return [(np.arange(count), np.ones(count, dtype))]
     source = np.maximum(_sources(size, count, scale, align, dtype), dtype(0))
@@ -64,21 +68,21 @@ def _linear_taps(size: int, count: int, scale: float | None, align: bool, dtype:
     return [(low, dtype(1) - weight), (high, weight)]
 
 
-def _cubic_taps(size: int, count: int, scale: float | None, align: bool, dtype: Any) -> Taps:
+def _cubic_taps(size: int, count: int, scale: float | None, align: bool, dtype: Float) -> Taps:
     source = _sources(size, count, scale, align, dtype)
     low = np.minimum(np.floor(source).astype(np.int64), size - 1)
     t = np.clip(source - low.astype(dtype), dtype(0), dtype(1))
     return [(np.clip(low + k - 1, 0, size - 1), w) for k, w in enumerate(cubic_weights(t))]
 
 
-def cubic_weights(t: Any) -> list[Any]:
+def cubic_weights(t: AnyArray) -> list[AnyArray]:
     """Return the weights of four neighbours of a point ``t`` of the way from the second to the third."""
     a = -0.75
 
-    def near(x: Any) -> Any:
+    def near(x: AnyArray) -> AnyArray:
         return ((a + 2) * x - (a + 3)) * x * x + 1
 
-    def far(x: Any) -> Any:
+    def far(x: AnyArray) -> AnyArray:
         return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
 
     return [far(t + 1), near(t), near(1 - t), far(2 - t)]
@@ -117,7 +121,7 @@ def _windows(size: int, taps: Taps) -> Windows:
     return inside, np.where(cover < size, np.take_along_axis(dense, inside, 1), 0.0)
 
 
-def _fixed_point(weights: Any) -> tuple[Any, int]:
+def _fixed_point(weights: np.ndarray) -> tuple[np.ndarray, int]:
     """Return the weights as 16-bit integers, and by how many bits they are shifted: as many as fit."""
     bits = 0
     while bits < 22 and int(0.5 + weights.max() * (1 << (bits + 1))) < 1 << 15:
@@ -149,18 +153,18 @@ def mix_bytes(
 # Antialiasing filters
 
 
-def _triangle(x: Any) -> Any:
+def _triangle(x: np.ndarray) -> np.ndarray:
     return np.maximum(1 - np.abs(x), 0)
 
 
-def _keys_cubic(x: Any) -> Any:
+def _keys_cubic(x: np.ndarray) -> np.ndarray:
     a, x = -0.5, np.abs(x)
     near = ((a + 2) * x - (a + 3)) * x * x + 1
     far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
     return np.where(x < 1, near, np.where(x < 2, far, 0.0))
 
 
-def _lanczos(x: Any) -> Any:
+def _lanczos(x: np.ndarray) -> np.ndarray:
     return np.where(np.abs(x) < 3, np.sinc(x) * np.sinc(x / 3), 0.0)
 
 
@@ -171,7 +175,7 @@ def _filter_windows(
     align: bool,
     width: int,
     filter: Filter,
-    dtype: type[np.floating[Any]],
+    dtype: Float,
 ) -> Windows:
     """Return the places and normalised weights of each output place, rounded in ``dtype`` as torch rounds."""
     step = _aligned_ratio(size, count, scale, align, dtype)
@@ -191,7 +195,7 @@ def _filter_windows(
     )
 
 
-def _aligned_ratio(size: int, count: int, scale: float | None, align: bool, dtype: Any) -> Any:
+def _aligned_ratio(size: int, count: int, scale: float | None, align: bool, dtype: Float) -> np.floating:
     if align:
         return dtype(size - 1) / dtype(count - 1) if count > 1 else dtype(0)
     return ratio(size, count, scale, dtype)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import Array, accumulation_dtype, cast
+from isthmus._ops.common import Array, Ints, accumulation_dtype, cast
 from isthmus._ops.linalg.matmul import product
 from isthmus._ops.registry import lowering
 from isthmus.errors import Unsupported
@@ -91,21 +89,23 @@ def _lstm_layer(
 ) -> tuple[Array, ...]:
     """Return one layer's outputs and last states, (length, batch, width) like its input."""
     from_input, from_hidden, *biases = weights
-    wide = accumulation_dtype(input.dtype)
+    acc_dtype = accumulation_dtype(input.dtype)
     gates = product(input, from_input.T)
     for bias in biases:
         gates = _plus(gates, bias)
 
-    def step(state: tuple[Array, Array], given: Array) -> tuple[tuple[Array, Array], Array]:
-        hidden, cell, _ = lstm_cell(given, product(cast(state[0], input.dtype), from_hidden.T), state[1])
+    def step(state: tuple[Array, Array], input_gates: Array) -> tuple[tuple[Array, Array], Array]:
+        hidden, cell, _ = lstm_cell(
+            input_gates, product(cast(state[0], input.dtype), from_hidden.T), state[1]
+        )
         return (hidden, cell), hidden
 
-    start = (cast(hx.reshape(hx.shape[-2:]), wide), cast(cx.reshape(cx.shape[-2:]), wide))
+    start = (cast(hx.reshape(hx.shape[-2:]), acc_dtype), cast(cx.reshape(cx.shape[-2:]), acc_dtype))
     (hidden, cell), outputs = jax.lax.scan(step, start, gates, reverse=reverse)
     return cast(outputs, input.dtype), cast(hidden, hx.dtype), cast(cell, cx.dtype)
 
 
-def _only_lstm(mode: int, num_layers: int, bidirectional: bool, batch_first: bool, batch_sizes: Any) -> None:
+def _only_lstm(mode: int, num_layers: int, bidirectional: bool, batch_first: bool, batch_sizes: Ints) -> None:
     if mode != _LSTM or num_layers != 1 or bidirectional or batch_first or len(batch_sizes):
         raise Unsupported("a layer of oneDNN's that is not one direction of one LSTM layer")
 
@@ -170,10 +170,11 @@ def lstm_layer_backward(
     def forward(x: Array, w: tuple[Array, ...], h: Array, c: Array) -> tuple[Array, ...]:
         return _lstm_layer(x, w, h, c, reverse)
 
-    found, transpose = jax.vjp(forward, input, weights, hx_, cx_tmp)
-    given = (grad_output, grad_hy, grad_cy)
+    outputs, transpose = jax.vjp(forward, input, weights, hx_, cx_tmp)
+    output_grads = (grad_output, grad_hy, grad_cy)
     grads = (
-        jnp.zeros_like(f) if g is None else g.reshape(f.shape) for f, g in zip(found, given, strict=True)
+        jnp.zeros_like(f) if g is None else g.reshape(f.shape)
+        for f, g in zip(outputs, output_grads, strict=True)
     )
     dx, dw, dh, dc = transpose(tuple(grads))
     return tuple(cast(grad, jnp.float32) for grad in (dx, *dw, dh, dc))

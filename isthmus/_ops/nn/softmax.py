@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from isthmus._graph.names import aten
 from isthmus._ops.common import FLOATING, Array, accumulation_dtype, cast, wrap_dim
@@ -18,8 +18,8 @@ def _along(function: Callable[[Array, int], Array], x: Array, dim: int, half_to_
     result = jnp.float32 if half_to_float else x.dtype
     if x.size == 0:
         return jnp.zeros(x.shape, result)
-    wide = jnp.atleast_1d(cast(x, accumulation_dtype(x.dtype)))  # a torch scalar has one dim
-    return cast(function(wide, wrap_dim(dim, x.ndim)).reshape(x.shape), result)
+    widened = jnp.atleast_1d(cast(x, accumulation_dtype(x.dtype)))  # a torch scalar has one dim
+    return cast(function(widened, wrap_dim(dim, x.ndim)).reshape(x.shape), result)
 
 
 @lowering(aten._softmax.default, dtypes=FLOATING)
@@ -29,7 +29,7 @@ def softmax(self: Array, dim: int, half_to_float: bool) -> Array:
 
 
 @lowering(aten._safe_softmax.default)
-def safe_softmax(self: Array, dim: int, dtype: Any = None) -> Array:
+def safe_softmax(self: Array, dim: int, dtype: DTypeLike | None = None) -> Array:
     """Softmax along ``dim``, zero where every element of a row is minus infinity."""
     x = self if dtype is None else cast(self, dtype)
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -50,15 +50,19 @@ def log_softmax(self: Array, dim: int, half_to_float: bool) -> Array:
 
 
 def _backward(
-    formula: Callable[[Array, Array, int], Array], grad: Array, output: Array, dim: int, input_dtype: Any
+    formula: Callable[[Array, Array, int], Array],
+    grad: Array,
+    output: Array,
+    dim: int,
+    input_dtype: DTypeLike,
 ) -> Array:
-    wide = accumulation_dtype(output.dtype)
-    g, y = (jnp.atleast_1d(cast(a, wide)) for a in (grad, output))
+    acc_dtype = accumulation_dtype(output.dtype)
+    g, y = (jnp.atleast_1d(cast(a, acc_dtype)) for a in (grad, output))
     return cast(formula(g, y, wrap_dim(dim, output.ndim)).reshape(output.shape), input_dtype)
 
 
 @lowering(aten._softmax_backward_data.default)
-def softmax_backward(grad_output: Array, output: Array, dim: int, input_dtype: Any) -> Array:
+def softmax_backward(grad_output: Array, output: Array, dim: int, input_dtype: DTypeLike) -> Array:
     """The gradient of softmax from its output."""
 
     def formula(g: Array, y: Array, axis: int) -> Array:
@@ -68,7 +72,7 @@ def softmax_backward(grad_output: Array, output: Array, dim: int, input_dtype: A
 
 
 @lowering(aten._log_softmax_backward_data.default)
-def log_softmax_backward(grad_output: Array, output: Array, dim: int, input_dtype: Any) -> Array:
+def log_softmax_backward(grad_output: Array, output: Array, dim: int, input_dtype: DTypeLike) -> Array:
     """The gradient of log-softmax from its output."""
 
     def formula(g: Array, y: Array, axis: int) -> Array:

@@ -10,17 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import Array, accumulation_dtype, cast
+from isthmus._ops.common import Array, DType, Operand, Scalar, accumulation_dtype, cast
 from isthmus._ops.registry import lowering
 
-Arrays = list[Any]
+Arrays = list[Array]
 
 
-def _gradient(grad: Array, wide: Any, grad_scale: Array | None, maximize: bool) -> tuple[Array, Array]:
+def _gradient(grad: Array, acc_dtype: DType, grad_scale: Array | None, maximize: bool) -> tuple[Array, Array]:
     """Return a gradient unscaled and turned for descent, and the unscaled one as it is written back."""
-    unscaled = cast(grad, wide)
+    unscaled = cast(grad, acc_dtype)
     if grad_scale is not None:
-        unscaled = unscaled / cast(grad_scale, wide).reshape(())
+        unscaled = unscaled / cast(grad_scale, acc_dtype).reshape(())
     return -unscaled if maximize else unscaled, cast(unscaled, grad.dtype)
 
 
@@ -35,10 +35,6 @@ def _unless(found_inf: Array | None, new: Sequence[Arrays], old: Sequence[Arrays
     ]
 
 
-def _wide(param: Array) -> np.dtype[Any]:
-    return accumulation_dtype(param.dtype)
-
-
 def _adam_step(
     index: int,
     lists: tuple[Arrays, Arrays, Arrays, Arrays, Arrays, Arrays],
@@ -47,34 +43,34 @@ def _adam_step(
 ) -> tuple[Array, Array, Array, Array, Array | None]:
     """One parameter's step: parameter, gradient, moments, and the largest second moment if asked."""
     params, grads, averages, squares, largest, steps = lists
-    wide = _wide(params[index])
-    lr, beta2, decay, eps = (cast(numbers[n], wide) for n in ("lr", "beta2", "weight_decay", "eps"))
-    grad, unscaled = _gradient(grads[index], wide, numbers["grad_scale"], numbers["maximize"])
-    param = cast(params[index], wide)
+    acc_dtype = accumulation_dtype(params[index].dtype)
+    lr, beta2, decay, eps = (cast(numbers[n], acc_dtype) for n in ("lr", "beta2", "weight_decay", "eps"))
+    grad, unscaled = _gradient(grads[index], acc_dtype, numbers["grad_scale"], numbers["maximize"])
+    param = cast(params[index], acc_dtype)
     if decoupled:
         param = param - lr * decay * param
     else:
         grad = grad + decay * param
-    average = cast(averages[index], wide)
-    average = average + _rest(numbers["beta1"], wide) * (grad - average)
-    square = beta2 * cast(squares[index], wide) + _rest(numbers["beta2"], wide) * grad * grad
-    correction1, correction2 = (_correction(numbers[n], steps[index], wide) for n in ("beta1", "beta2"))
-    peak = jnp.maximum(cast(largest[index], wide), square) if numbers["amsgrad"] else None
+    average = cast(averages[index], acc_dtype)
+    average = average + _rest(numbers["beta1"], acc_dtype) * (grad - average)
+    square = beta2 * cast(squares[index], acc_dtype) + _rest(numbers["beta2"], acc_dtype) * grad * grad
+    correction1, correction2 = (_correction(numbers[n], steps[index], acc_dtype) for n in ("beta1", "beta2"))
+    peak = jnp.maximum(cast(largest[index], acc_dtype), square) if numbers["amsgrad"] else None
     root = jnp.sqrt(square if peak is None else peak) / jnp.sqrt(correction2) + eps
     param = param - lr / correction1 * average / root
     moments = cast(average, averages[index].dtype), cast(square, squares[index].dtype)
-    kept = None if peak is None else cast(peak, largest[index].dtype)
-    return cast(param, params[index].dtype), unscaled, *moments, kept
+    new_largest = None if peak is None else cast(peak, largest[index].dtype)
+    return cast(param, params[index].dtype), unscaled, *moments, new_largest
 
 
-def _rest(share: Any, wide: Any) -> Array:
+def _rest(share: Operand, acc_dtype: DType) -> Array:
     """Return one minus a number, from float64: in float32 the difference of 1 and 0.999 loses its digits."""
-    return (1 - cast(share, np.float64)).astype(wide)
+    return (1 - cast(share, np.float64)).astype(acc_dtype)
 
 
-def _correction(base: Any, step: Array, wide: Any) -> Array:
+def _correction(base: Operand, step: Array, acc_dtype: DType) -> Array:
     """Return one minus a beta's power."""
-    return _rest(jnp.power(cast(base, np.float64), cast(step, np.float64).reshape(())), wide)
+    return _rest(jnp.power(cast(base, np.float64), cast(step, np.float64).reshape(())), acc_dtype)
 
 
 _ADAM = ("lr", "beta1", "beta2", "weight_decay", "eps")
@@ -88,11 +84,11 @@ def _adam(
     exp_avg_sqs: Arrays,
     max_exp_avg_sqs: Arrays,
     state_steps: Arrays,
-    lr: Any,
-    beta1: Any,
-    beta2: Any,
-    weight_decay: Any,
-    eps: Any,
+    lr: Operand,
+    beta1: Scalar,
+    beta2: Scalar,
+    weight_decay: Scalar,
+    eps: Scalar,
     amsgrad: bool,
     maximize: bool,
     grad_scale: Array | None = None,
@@ -130,10 +126,10 @@ def sgd(
     self: Arrays,
     grads: Arrays,
     momentum_buffer_list: Arrays,
-    weight_decay: Any,
-    momentum: Any,
-    lr: Any,
-    dampening: Any,
+    weight_decay: Scalar,
+    momentum: Scalar,
+    lr: Operand,
+    dampening: Scalar,
     nesterov: bool,
     maximize: bool,
     is_first_step: bool,
@@ -143,17 +139,17 @@ def sgd(
     """A step of gradient descent with momentum where there are buffers for it."""
     params, written, buffers = [], [], []
     for index, old in enumerate(self):
-        wide = _wide(old)
-        grad, unscaled = _gradient(grads[index], wide, grad_scale, maximize)
-        param = cast(old, wide)
-        grad = grad + cast(weight_decay, wide) * param
+        acc_dtype = accumulation_dtype(old.dtype)
+        grad, unscaled = _gradient(grads[index], acc_dtype, grad_scale, maximize)
+        param = cast(old, acc_dtype)
+        grad = grad + cast(weight_decay, acc_dtype) * param
         if momentum_buffer_list:
-            factor, buffer = cast(momentum, wide), momentum_buffer_list[index]
-            moved = factor * cast(buffer, wide) + _rest(dampening, wide) * grad
+            factor, buffer = cast(momentum, acc_dtype), momentum_buffer_list[index]
+            moved = factor * cast(buffer, acc_dtype) + _rest(dampening, acc_dtype) * grad
             moved = grad if is_first_step else moved
             grad = grad + factor * moved if nesterov else moved
             buffers.append(cast(moved, buffer.dtype))
-        params.append(cast(param - cast(lr, wide) * grad, old.dtype))
+        params.append(cast(param - cast(lr, acc_dtype) * grad, old.dtype))
         written.append(unscaled)
     return _unless(found_inf, [params, written, buffers], [self, grads, momentum_buffer_list])
 
@@ -164,10 +160,10 @@ def _adagrad(
     grads: Arrays,
     state_sums: Arrays,
     state_steps: Arrays,
-    lr: Any,
-    lr_decay: Any,
-    weight_decay: Any,
-    eps: Any,
+    lr: Operand,
+    lr_decay: Scalar,
+    weight_decay: Scalar,
+    eps: Scalar,
     maximize: bool,
     grad_scale: Array | None = None,
     found_inf: Array | None = None,
@@ -175,18 +171,18 @@ def _adagrad(
     """A step of Adagrad."""
     params, written, sums = [], [], []
     for index, old in enumerate(self):
-        wide = _wide(old)
-        grad, unscaled = _gradient(grads[index], wide, grad_scale, maximize)
-        param = cast(old, wide)
-        grad = grad + cast(weight_decay, wide) * param
-        total = cast(state_sums[index], wide) + grad * grad
+        acc_dtype = accumulation_dtype(old.dtype)
+        grad, unscaled = _gradient(grads[index], acc_dtype, grad_scale, maximize)
+        param = cast(old, acc_dtype)
+        grad = grad + cast(weight_decay, acc_dtype) * param
+        total = cast(state_sums[index], acc_dtype) + grad * grad
         slower = 1 + (cast(state_steps[index], np.float64).reshape(()) - 1) * cast(lr_decay, np.float64)
-        rate = cast(cast(lr, np.float64) / slower, wide)
-        params.append(cast(param - rate * grad / (jnp.sqrt(total) + cast(eps, wide)), old.dtype))
+        rate = cast(cast(lr, np.float64) / slower, acc_dtype)
+        params.append(cast(param - rate * grad / (jnp.sqrt(total) + cast(eps, acc_dtype)), old.dtype))
         written.append(unscaled)
         sums.append(cast(total, state_sums[index].dtype))
-    found = _unless(found_inf, [params, written, sums], [self, grads, state_sums])
-    return [*found, state_steps] if with_steps else found
+    new = _unless(found_inf, [params, written, sums], [self, grads, state_sums])
+    return [*new, state_steps] if with_steps else new
 
 
 _ADAGRAD = ("lr", "lr_decay", "weight_decay", "eps")

@@ -210,23 +210,23 @@ def vector_norm(
     dtype: DTypeLike | None = None,
 ) -> Array:
     """The p-norm along dims, or of every element, accumulated in at least float32."""
-    given, dims = self.dtype if dtype is None else np.dtype(dtype), wrap_dims(dim, self.ndim)
-    result = np.dtype(np.zeros((), given).real.dtype)
-    wide = cast(self, accumulation_dtype(given))
-    size = jnp.abs(wide)
+    in_dtype, dims = self.dtype if dtype is None else np.dtype(dtype), wrap_dims(dim, self.ndim)
+    result = np.dtype(np.zeros((), in_dtype).real.dtype)
+    x = cast(self, accumulation_dtype(in_dtype))
+    size = jnp.abs(x)
     p = 2.0 if p is None else float(p)
     if p == math.inf or p == -math.inf:
-        found = (jnp.max if p > 0 else jnp.min)(size, axis=dims, keepdims=keepdim)
+        norms = (jnp.max if p > 0 else jnp.min)(size, axis=dims, keepdims=keepdim)
     elif p == 0:
-        found = (size != 0).astype(size.dtype).sum(dims, keepdims=keepdim)
+        norms = (size != 0).astype(size.dtype).sum(dims, keepdims=keepdim)
     elif p == 1:
-        found = size.sum(dims, keepdims=keepdim)
+        norms = size.sum(dims, keepdims=keepdim)
     elif p == 2:
-        square = wide.real**2 + wide.imag**2 if jnp.iscomplexobj(wide) else wide * wide
-        found = jnp.sqrt(square.sum(dims, keepdims=keepdim))
+        square = x.real**2 + x.imag**2 if jnp.iscomplexobj(x) else x * x
+        norms = jnp.sqrt(square.sum(dims, keepdims=keepdim))
     else:
-        found = (size**p).sum(dims, keepdims=keepdim) ** (1 / p)
-    return cast(found, result)
+        norms = (size**p).sum(dims, keepdims=keepdim) ** (1 / p)
+    return cast(norms, result)
 
 
 @lowering(aten.linalg_vector_norm.default, static=["ord"])
@@ -251,16 +251,16 @@ def logsumexp(self: Array, dim: Named, keepdim: bool = False) -> Array:
         return jnp.full(tuple(sizes), -jnp.inf, result)
     if jnp.iscomplexobj(self):
         return _complex_logsumexp(self, dims, keepdim)
-    found = jax.scipy.special.logsumexp(cast(self, compute), axis=dims, keepdims=keepdim)
-    return cast(found, result)
+    out = jax.scipy.special.logsumexp(cast(self, compute), axis=dims, keepdims=keepdim)
+    return cast(out, result)
 
 
 def _complex_logsumexp(x: Array, dims: tuple[int, ...], keepdim: bool) -> Array:
     """The logarithm about the largest real part, as torch takes it."""
     largest = jnp.max(x.real, axis=dims, keepdims=True)
     largest = jnp.where(jnp.isinf(largest), jnp.zeros_like(largest), largest)
-    found = jnp.log(jnp.sum(jnp.exp(x - largest), axis=dims, keepdims=True)) + largest
-    return found if keepdim else jnp.squeeze(found, dims)
+    out = jnp.log(jnp.sum(jnp.exp(x - largest), axis=dims, keepdims=True)) + largest
+    return out if keepdim else jnp.squeeze(out, dims)
 
 
 @lowering(aten.trace.default)

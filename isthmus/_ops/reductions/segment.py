@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import FLOATING, Array, cast
+from isthmus._ops.common import FLOATING, Array, Scalar, cast
 from isthmus._ops.registry import lowering
 from isthmus._ops.value_checks import require
 from isthmus.errors import Unsupported
@@ -42,11 +41,11 @@ class _Segments:
         self.count = edges.shape[-1] - 1
         self.lengths = (self.edges[:, 1:] - self.edges[:, :-1]).reshape(-1)
         # Rows before the first segment and after the last are in none.
-        found = jax.vmap(lambda e: jnp.searchsorted(e, jnp.arange(self.rows), side="right") - 1)(self.edges)
+        numbers = jax.vmap(lambda e: jnp.searchsorted(e, jnp.arange(self.rows), side="right") - 1)(self.edges)
         first = jnp.arange(self.edges.shape[0])[:, None] * self.count
-        inside = (found >= 0) & (found < self.count)
+        inside = (numbers >= 0) & (numbers < self.count)
         self.total = self.edges.shape[0] * self.count
-        self.numbers = jnp.where(inside, found + first, self.total).reshape(-1)
+        self.numbers = jnp.where(inside, numbers + first, self.total).reshape(-1)
 
     def reduce(self, reduction: str, rows: Array) -> Array:
         """Return each segment's reduction, the identity for an empty one."""
@@ -80,7 +79,7 @@ def segment_reduce(
     offsets: Array | None = None,
     axis: int = 0,
     unsafe: bool = False,
-    initial: Any = None,
+    initial: Scalar | None = None,
 ) -> Array:
     """Each segment's sum, mean, product, maximum or minimum, begun at ``initial``."""
     segments = _Segments(data, lengths, offsets, indices, axis)
@@ -89,27 +88,29 @@ def segment_reduce(
     if not all(shape):
         return jnp.zeros(shape, data.dtype)
     rows = data.reshape(segments.numbers.shape[0], math.prod(segments.inner))
-    found = segments.reduce(reduce, rows)
+    reduced = segments.reduce(reduce, rows)
     if initial is not None:
-        found = _JOIN[reduce](found, cast(initial, data.dtype))
+        reduced = _JOIN[reduce](reduced, cast(initial, data.dtype))
     if reduce == "mean":
         count = segments.lengths[:, None].astype(data.dtype)
-        empty = found if initial is not None else jnp.full((), jnp.nan, data.dtype)
-        found = jnp.where(count > 0, found / jnp.maximum(count, 1), empty)
-    return found.reshape(shape)
+        empty = reduced if initial is not None else jnp.full((), jnp.nan, data.dtype)
+        reduced = jnp.where(count > 0, reduced / jnp.maximum(count, 1), empty)
+    return reduced.reshape(shape)
 
 
 def _extreme_slope(segments: _Segments, grad: Array, output: Array, rows: Array) -> Array:
     """Return the gradient at the rows equal to their segment's extreme."""
     hit = jnp.isnan(rows) | (rows == segments.of_row(output))
     ties = segments.of_row(segments.reduce("sum", hit.astype(rows.dtype)))
-    given = segments.of_row(grad)
+    row_grads = segments.of_row(grad)
     # torch shares a gradient among equals only where it is positive.
-    shared = jnp.where((ties > 1) & (given > 0), given / jnp.maximum(ties, 1), given)
+    shared = jnp.where((ties > 1) & (row_grads > 0), row_grads / jnp.maximum(ties, 1), row_grads)
     return jnp.where(hit, shared, jnp.zeros((), rows.dtype))
 
 
-def _product_slope(segments: _Segments, grad: Array, output: Array, rows: Array, initial: Any) -> Array:
+def _product_slope(
+    segments: _Segments, grad: Array, output: Array, rows: Array, initial: Scalar | None
+) -> Array:
     """Return the gradient of each row: the product of the others in its segment."""
     zero, nan = rows == 0, jnp.isnan(rows)
     one = jnp.ones((), rows.dtype)
@@ -131,21 +132,21 @@ def segment_reduce_backward(
     lengths: Array | None = None,
     offsets: Array | None = None,
     axis: int = 0,
-    initial: Any = None,
+    initial: Scalar | None = None,
 ) -> Array:
     """The gradient of the reduction for the data; rows in no segment have none."""
     segments = _Segments(data, lengths, offsets, None, axis)
     if not data.size or not grad.size:
         return jnp.zeros(data.shape, data.dtype)
     rows = data.reshape(segments.numbers.shape[0], -1)
-    given, found = (a.reshape(segments.total, -1) for a in (grad, output))
+    grads, reduced = (a.reshape(segments.total, -1) for a in (grad, output))
     if reduce == "mean":
-        given = given / jnp.maximum(segments.lengths, 1)[:, None].astype(data.dtype)
+        grads = grads / jnp.maximum(segments.lengths, 1)[:, None].astype(data.dtype)
     if reduce in ("sum", "mean"):
-        slope = segments.of_row(given)
+        slope = segments.of_row(grads)
     elif reduce == "prod":
-        slope = _product_slope(segments, given, found, rows, initial)
+        slope = _product_slope(segments, grads, reduced, rows, initial)
     else:
-        slope = _extreme_slope(segments, given, found, rows)
+        slope = _extreme_slope(segments, grads, reduced, rows)
     inside = (segments.numbers < segments.total)[:, None]
     return jnp.where(inside, slope, jnp.zeros((), data.dtype)).reshape(data.shape)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,18 +37,18 @@ def _is_narrow(x: Array) -> bool:
 def _sort_packed(x: Array, axis: int, descending: bool) -> Array:
     """Return where each element in order was: XLA's CPU sorts one array of integers several times as fast as two."""
     keys = _rank_keys(x)
-    at = jax.lax.broadcasted_iota(jnp.int64, x.shape, axis)
-    packed = (~keys if descending else keys).astype(jnp.int64) << 32 | at
+    places = jax.lax.broadcasted_iota(jnp.int64, x.shape, axis)
+    packed = (~keys if descending else keys).astype(jnp.int64) << 32 | places
     return jax.lax.sort(packed, dimension=axis) & 0xFFFFFFFF
 
 
 def _sort_pairs(x: Array, axis: int, descending: bool) -> tuple[Array, Array]:
     keys = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
-    at = jax.lax.broadcasted_iota(jnp.int64, x.shape, axis)
+    places = jax.lax.broadcasted_iota(jnp.int64, x.shape, axis)
     if descending:
         # Reversed before and after, a stable ascending sort leaves equal elements as they were.
-        keys, at = jnp.flip(keys, axis), jnp.flip(at, axis)
-    values, indices = jax.lax.sort((keys, at), dimension=axis, is_stable=True, num_keys=1)
+        keys, places = jnp.flip(keys, axis), jnp.flip(places, axis)
+    values, indices = jax.lax.sort((keys, places), dimension=axis, is_stable=True, num_keys=1)
     if descending:
         values, indices = jnp.flip(values, axis), jnp.flip(indices, axis)
     return values.astype(x.dtype), indices
@@ -65,7 +64,7 @@ def sort(
     return sort_with_indices(self, wrap_dim(dim, self.ndim), descending)
 
 
-_INTEGERS: dict[int, Any] = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
+_INTEGERS = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
 
 
 def _plain_bits(x: Array) -> Array:
@@ -119,17 +118,17 @@ def topk(
     if not self.ndim:
         return self, jnp.zeros((), jnp.int64)
     axis = wrap_dim(dim, self.ndim)
-    at = _top(jnp.moveaxis(jax.lax.stop_gradient(self), axis, -1), k, largest)
-    indices = jnp.moveaxis(at, -1, axis).astype(jnp.int64)
+    places = _top(jnp.moveaxis(jax.lax.stop_gradient(self), axis, -1), k, largest)
+    indices = jnp.moveaxis(places, -1, axis).astype(jnp.int64)
     return jnp.take_along_axis(self, indices, axis, mode="promise_in_bounds"), indices
 
 
-def _at_rank(x: Array, k: Any, axis: int, keepdim: bool) -> tuple[Array, Array]:
+def _at_rank(x: Array, k: Array | int, axis: int, keepdim: bool) -> tuple[Array, Array]:
     """Return the element with rank ``k``, counted from 0, along an axis and its index."""
     values, indices = sort_with_indices(x, axis)
     place = jnp.broadcast_to(k, tuple(1 if d == axis else n for d, n in enumerate(x.shape)))
-    found = [jnp.take_along_axis(a, place, axis, mode="promise_in_bounds") for a in (values, indices)]
-    return (found[0], found[1]) if keepdim else (found[0].squeeze(axis), found[1].squeeze(axis))
+    picked = [jnp.take_along_axis(a, place, axis, mode="promise_in_bounds") for a in (values, indices)]
+    return (picked[0], picked[1]) if keepdim else (picked[0].squeeze(axis), picked[1].squeeze(axis))
 
 
 @lowering(aten.kthvalue.default)
@@ -182,9 +181,9 @@ def mode(self: Array, dim: int = -1, keepdim: bool = False) -> tuple[Array, Arra
     starts = jnp.concatenate([jnp.ones_like(values[..., :1], bool), values[..., 1:] != values[..., :-1]], -1)
     place = jax.lax.broadcasted_iota(jnp.int64, values.shape, values.ndim - 1)
     run = place - jax.lax.cummax(jnp.where(starts, place, 0), values.ndim - 1)
-    at = jax.lax.argmax(run, values.ndim - 1, jnp.int64)[..., None]
-    found = [jnp.moveaxis(jnp.take_along_axis(a, at, -1), -1, axis) for a in (values, indices)]
-    return (found[0], found[1]) if keepdim else (found[0].squeeze(axis), found[1].squeeze(axis))
+    longest = jax.lax.argmax(run, values.ndim - 1, jnp.int64)[..., None]
+    picked = [jnp.moveaxis(jnp.take_along_axis(a, longest, -1), -1, axis) for a in (values, indices)]
+    return (picked[0], picked[1]) if keepdim else (picked[0].squeeze(axis), picked[1].squeeze(axis))
 
 
 def search(sequence: Array, values: Array, right: bool) -> Array:
@@ -195,8 +194,8 @@ def search(sequence: Array, values: Array, right: bool) -> Array:
     if sequence.ndim <= 1:
         return jnp.searchsorted(sequence, values, side=side)
     rows = sequence.reshape(-1, sequence.shape[-1])
-    wanted = values.reshape(rows.shape[0], values.shape[-1])
-    return jax.vmap(lambda s, v: jnp.searchsorted(s, v, side=side))(rows, wanted).reshape(values.shape)
+    queries = values.reshape(rows.shape[0], values.shape[-1])
+    return jax.vmap(lambda s, v: jnp.searchsorted(s, v, side=side))(rows, queries).reshape(values.shape)
 
 
 @lowering(aten.searchsorted.Tensor, aten.searchsorted.Scalar)

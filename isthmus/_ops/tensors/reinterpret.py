@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
-from isthmus._ops.common import Array
+from isthmus._ops.common import Array, DType
 
 
-def reinterpret(value: Array, dtype: Any) -> Array:
+def reinterpret(value: Array, dtype: DTypeLike) -> Array:
     """Return the elements of ``value``, in row-major order, with their bytes read as ``dtype``."""
     dtype = np.dtype(dtype)
     if value.dtype == dtype:
@@ -37,12 +36,12 @@ def _plain(flat: Array) -> Array:
     return flat
 
 
-def _real_of(dtype: np.dtype[Any]) -> np.dtype[Any]:
+def _real_of(dtype: DType) -> DType:
     """Return the dtype of the real and imaginary parts, or the dtype itself."""
     return np.zeros((), dtype).real.dtype if dtype.kind == "c" else dtype
 
 
-def _bitcast(flat: Array, dtype: np.dtype[Any]) -> Array:
+def _bitcast(flat: Array, dtype: DType) -> Array:
     if flat.dtype == dtype:
         return flat
     ratio = dtype.itemsize // flat.dtype.itemsize

@@ -6,12 +6,12 @@ A function takes the arguments of its op in order. ``aten.as_strided`` is not am
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import lax
+from torch._ops import OpOverload
 
 from isthmus._graph.names import Missing, aten, prims
 from isthmus._ops.common import Array, wrap_dim, wrap_dims
@@ -19,7 +19,7 @@ from isthmus._ops.tensors.reinterpret import reinterpret
 from isthmus._runtime.dtypes import to_jax_dtype
 
 
-def same(x: Array, *ignored: Any) -> Array:
+def same(x: Array, *ignored: object) -> Array:
     """Return the array itself."""
     return x
 
@@ -47,8 +47,8 @@ def permute(x: Array, dims: Sequence[int]) -> Array:
 def expand(x: Array, size: Sequence[int], implicit: bool = False) -> Array:
     """Repeat along dims of size one; -1 keeps a size."""
     missing = len(size) - x.ndim
-    wanted = [x.shape[d - missing] if n == -1 else n for d, n in enumerate(size)]
-    return jnp.broadcast_to(x, wanted)
+    sizes = [x.shape[d - missing] if n == -1 else n for d, n in enumerate(size)]
+    return jnp.broadcast_to(x, sizes)
 
 
 def select(x: Array, dim: int, index: int) -> Array:
@@ -86,7 +86,7 @@ def split(x: Array, split_size: int, dim: int = 0) -> list[Array]:
     dim = wrap_dim(dim, x.ndim)
     length = x.shape[dim]
     starts = range(0, length, split_size) if length else [0]
-    return [lax.slice_in_dim(x, at, min(at + split_size, length), 1, dim) for at in starts]
+    return [lax.slice_in_dim(x, start, min(start + split_size, length), 1, dim) for start in starts]
 
 
 def split_with_sizes(x: Array, split_sizes: Sequence[int], dim: int = 0) -> list[Array]:
@@ -113,11 +113,11 @@ def unfold(x: Array, dimension: int, size: int, step: int) -> Array:
 
 def view_dtype(x: Array, dtype: torch.dtype) -> Array:
     """Return the bits as another dtype; the last dim grows or shrinks with the size of an element."""
-    wanted = to_jax_dtype(dtype)
+    target = to_jax_dtype(dtype)
     if not x.ndim:
-        return reinterpret(x, wanted).reshape(())
-    last = x.shape[-1] * x.dtype.itemsize // wanted.itemsize
-    return reinterpret(x, wanted).reshape(*x.shape[:-1], last)
+        return reinterpret(x, target).reshape(())
+    last = x.shape[-1] * x.dtype.itemsize // target.itemsize
+    return reinterpret(x, target).reshape(*x.shape[:-1], last)
 
 
 def view_as_real(x: Array) -> Array:
@@ -145,7 +145,7 @@ def split_dim(x: Array, dim: int, outer_length: int) -> Array:
     return x.reshape(*x.shape[:dim], outer_length, x.shape[dim] // outer_length, *x.shape[dim + 1 :])
 
 
-_TABLE: dict[Any, Callable[..., Any]] = {
+_TABLE: dict[OpOverload | Missing, Callable[..., Array | list[Array]]] = {
     aten._conj.default: jnp.conj,
     aten._neg_view.default: jnp.negative,
     aten._reshape_alias.default: lambda x, size, stride: x.reshape(tuple(size)),
