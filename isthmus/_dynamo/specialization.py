@@ -20,7 +20,7 @@ from isthmus._dynamo.layout import Symbols
 from isthmus._dynamo.returns import Returns
 from isthmus._dynamo.saved_tensors import Contents, Part, contents_of
 from isthmus._graph.layout import span
-from isthmus._ops.tensors.reinterpret import reinterpret
+from isthmus._ops.tensors.views import reinterpret
 from isthmus._ops.value_checks import collecting
 from isthmus._runtime import compiler
 from isthmus._runtime.dtypes import to_jax_dtype

@@ -23,7 +23,7 @@ from isthmus._graph.nodes import Call, Leaf, Node
 from isthmus._lazy.trace import Trace
 from isthmus._ops.common import Number
 from isthmus._ops.registry import lowering_of
-from isthmus._ops.tensors.reinterpret import reinterpret
+from isthmus._ops.tensors.views import reinterpret
 from isthmus._ops.value_checks import collecting
 from isthmus._runtime import compiler
 from isthmus._runtime.dtypes import to_jax_dtype

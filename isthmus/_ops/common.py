@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -221,3 +221,23 @@ def wrap_dims(dim: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
         return tuple(range(ndim))
     dims = (dim,) if isinstance(dim, int) else tuple(dim)
     return tuple(wrap_dim(d, ndim) for d in dims) if ndim else ()
+
+
+def each_dim(value: Ints, n: int) -> list[int]:
+    """Return one value per spatial dim: torch lets one stand for all."""
+    return list(value) * n if len(value) == 1 else list(value)
+
+
+def transpose_of(function: Callable[[Array], Array], shape: Ints, dtype: DTypeLike, grad: Array) -> Array:
+    """Return the transpose of a linear function of an array of this shape and dtype, applied to ``grad``."""
+    like = jax.ShapeDtypeStruct(tuple(shape), dtype)  # type: ignore[no-untyped-call]
+    (out,) = jax.linear_transpose(function, like)(grad)
+    return out
+
+
+def rounded(x: Array, dtype: DTypeLike) -> Array:
+    """Return ``x`` with the precision of ``dtype``: a conversion there and back may be left out by XLA."""
+    if accumulation_dtype(dtype) == dtype:
+        return x
+    info = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(x, info.nexp, info.nmant)

@@ -54,6 +54,7 @@ class Lowering:
     place: Place
     dynamic: frozenset[str]
     parameters: frozenset[str]
+    ignored: frozenset[str]
     random: bool
     matmul: bool
     size: Callable[..., Any] | None
@@ -64,7 +65,7 @@ class Lowering:
         """Lower a call given every argument by name; one the function does not take must have its default."""
         defaults = {a.name: a.default for a in schema_of(self.op).arguments if a.has_default}
         for name, value in arguments.items():
-            known = name in self.parameters or name in PLACEMENT or name == "rng"
+            known = name in self.parameters | self.ignored | PLACEMENT or name == "rng"
             if not known and not (name in defaults and _same(value, defaults[name])):
                 raise Unsupported(f"the lowering of {self.op} does not know {name}={value!r}")
         names = {name: _safe(self.renamed.get(name, name)) for name in arguments if name in self.parameters}
@@ -95,6 +96,8 @@ class Options(TypedDict, total=False):
     """The program is compiled again when torch's float32 precision changes."""
     size: Callable[..., object] | None
     """Computes the data-dependent size that the function then gets, as a Python int, in its parameter ``size``."""
+    ignores: Iterable[str]
+    """Arguments that change nothing here, such as the window of a pooling whose gradient goes by saved indices."""
     replace: bool
     """Take the place of a lowering that the op already has."""
     accumulate: bool | str | tuple[str | None, ...]
@@ -184,7 +187,8 @@ def _register(
     others = frozenset().union(*(_names(other) for other in ops if isinstance(other, OpOverload))) - _names(
         op
     )
-    signature = {_schema_name(name) for name in inspect.signature(function).parameters} - others
+    ignored = {_schema_name(name) for name in options.get("ignores", ())} & _names(op)
+    signature = {_schema_name(name) for name in inspect.signature(function).parameters} - others | ignored
     extra = ({"rng"} if random else set()) | ({"size"} if size is not None else set())
     renamed = _check_drift(schema, signature - extra)
     now = {old: new for new, old in renamed.items()}
@@ -198,7 +202,8 @@ def _register(
         function=function,
         place=place,
         dynamic=frozenset(runtime),
-        parameters=parameters,
+        parameters=parameters - {now.get(name, name) for name in ignored},
+        ignored=frozenset(now.get(name, name) for name in ignored),
         random=random,
         matmul=options.get("matmul", False),
         size=size,

@@ -65,7 +65,7 @@ def _narrow(x: Array, dtype: DTypeLike) -> Array:
     return cast(x, dtype)
 
 
-@lowering(aten._scaled_mm.default)
+@lowering(aten._scaled_mm.default, ignores=("use_fast_accum",))
 def scaled_mm(
     self: Array,
     mat2: Array,
@@ -74,7 +74,6 @@ def scaled_mm(
     bias: Array | None = None,
     scale_result: Array | None = None,
     out_dtype: DTypeLike | None = None,
-    use_fast_accum: bool = False,
 ) -> Array:
     """The product of 8-bit floats, scaled as a whole or by row and column; fast accumulation is a permission."""
     _check_scales(self, mat2, scale_a, scale_b)
@@ -85,7 +84,7 @@ def scaled_mm(
     return _narrow(out, dtype)
 
 
-@lowering(aten._scaled_mm_v2.default)
+@lowering(aten._scaled_mm_v2.default, ignores=("use_fast_accum",))
 def scaled_mm_v2(
     self: Array,
     mat2: Array,
@@ -97,7 +96,6 @@ def scaled_mm_v2(
     swizzle_b: list[int],
     bias: Array | None,
     out_dtype: DTypeLike,
-    use_fast_accum: bool = False,
 ) -> Array:
     """The same with the kind of each scale spelled out; only one per tensor or row is known here."""
     recipes = [*recipe_a, *recipe_b]
@@ -105,4 +103,4 @@ def scaled_mm_v2(
         raise Unsupported(f"no scales by the recipes {recipes}")
     if (scale_a[0].size == 1 and scale_b[0].size == 1) != (recipes[0] == _TENSORWISE):
         raise Unsupported("the scales do not fit their recipe")
-    return scaled_mm(self, mat2, scale_a[0], scale_b[0], bias, None, out_dtype, use_fast_accum)
+    return scaled_mm(self, mat2, scale_a[0], scale_b[0], bias, None, out_dtype)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from torch._ops import OpOverload
 
-from isthmus._graph.names import aten
+from isthmus._graph.names import aten, prims
 from isthmus._ops.common import (
     ALWAYS_BOOL,
     FLOATING,
@@ -252,6 +252,13 @@ def where(condition: Array, self: Operand, other: Operand) -> Array:
     """``self`` where the condition holds, ``other`` elsewhere."""
     _, result = promote(self, other, kind=NO_OPMATH)
     return jnp.where(condition != 0, cast(self, result), cast(other, result))
+
+
+@lowering(prims.where.default)
+def prims_where(pred: Array, a: Operand, b: Operand) -> Array:
+    """Return the elements of ``a`` where a condition holds, those of ``b`` elsewhere; one may be a number."""
+    _, dtype = promote(a, b)
+    return jnp.where(pred, cast(a, dtype), cast(b, dtype))
 
 
 @lowering(aten.masked_fill.Scalar, aten.masked_fill.Tensor)

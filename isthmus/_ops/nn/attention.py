@@ -97,7 +97,9 @@ def _lift_bias(bias: Array | None) -> Array | None:
     return None if bias is None else _lift(bias)
 
 
-@lowering(aten._scaled_dot_product_fused_attention_overrideable.default, matmul=True)
+@lowering(
+    aten._scaled_dot_product_fused_attention_overrideable.default, matmul=True, ignores=("return_debug_mask",)
+)
 def fused_attention(
     query: Array,
     key: Array,
@@ -105,7 +107,6 @@ def fused_attention(
     attn_bias: Array | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    return_debug_mask: bool = False,
     scale: float | None = None,
 ) -> tuple[Array | int | None, ...]:
     """Attention without dropout; the extra results are what backward would need of a fused kernel."""
@@ -125,24 +126,20 @@ def _flash_gradients(
     return tuple(x.swapaxes(1, 2) for x in gradients)
 
 
-@lowering(aten._scaled_dot_product_fused_attention_overrideable_backward.default, matmul=True)
+_SAVED = ("grad_input_mask", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
+
+
+@lowering(aten._scaled_dot_product_fused_attention_overrideable_backward.default, matmul=True, ignores=_SAVED)
 def fused_attention_backward(
     grad_out: Array,
     query: Array,
     key: Array,
     value: Array,
     attn_bias: Array | None,
-    grad_input_mask: list[bool],
     out: Array,
     logsumexp: Array,
-    cum_seq_q: Array | None,
-    cum_seq_k: Array | None,
-    max_q: int,
-    max_k: int,
     dropout_p: float,
     is_causal: bool,
-    philox_seed: Array | None,
-    philox_offset: Array | None,
     scale: float | None = None,
 ) -> tuple[Array | None, ...]:
     """The gradients for query, key, value and bias, with the probabilities computed again."""
@@ -204,22 +201,5 @@ def attention_for_cpu_backward(
     scale: float | None = None,
 ) -> tuple[Array | None, ...]:
     """The gradients for query, key and value; a mask that needs one never comes this way."""
-    return fused_attention_backward(
-        grad_out,
-        query,
-        key,
-        value,
-        attn_mask,
-        [True, True, True, False],
-        out,
-        logsumexp,
-        None,
-        None,
-        query.shape[-2],
-        key.shape[-2],
-        dropout_p,
-        is_causal,
-        None,
-        None,
-        scale,
-    )[:3]
+    saved = (attn_mask, out, logsumexp, dropout_p, is_causal, scale)
+    return fused_attention_backward(grad_out, query, key, value, *saved)[:3]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import Array, Ints, accumulation_dtype, cast, product_dtype
+from isthmus._ops.common import Array, Ints, accumulation_dtype, cast, each_dim, product_dtype, transpose_of
 from isthmus._ops.nn import cpu_convolution
 from isthmus._ops.nn.cpu_convolution import Convolution, whole
 from isthmus._ops.registry import lowering
@@ -18,11 +17,6 @@ from isthmus.errors import Unsupported
 
 Options = tuple[Ints, Ints, Ints, bool, Ints, int]
 """Stride, padding, dilation, whether it is transposed, output padding, groups."""
-
-
-def _each(value: Sequence[int], n: int) -> list[int]:
-    """Return one value per spatial dim: torch lets one stand for all."""
-    return list(value) * n if len(value) == 1 else list(value)
 
 
 def _transposed_weight(weight: Array, groups: int) -> Array:
@@ -49,12 +43,12 @@ def plan(
     if any(p < 0 for p in padding):
         raise Unsupported("negative padding")
     n = input.ndim - 2
-    strides, pads, dilations = _each(stride, n), _each(padding, n), _each(dilation, n)
+    strides, pads, dilations = each_dim(stride, n), each_dim(padding, n), each_dim(dilation, n)
     around = [(p, p) for p in pads]
     spread = [1] * n
     if transposed:
         reach = [d * (k - 1) - p for d, k, p in zip(dilations, weight.shape[2:], pads, strict=True)]
-        around = [(r, r + extra) for r, extra in zip(reach, _each(output_padding, n), strict=True)]
+        around = [(r, r + extra) for r, extra in zip(reach, each_dim(output_padding, n), strict=True)]
         weight, strides, spread = _transposed_weight(weight, groups), [1] * n, strides
     return Convolution(input, weight, strides, around, spread, dilations, groups, dtype)
 
@@ -97,27 +91,24 @@ def finished(out: Array, bias: Array | None, dtype: DTypeLike) -> Array:
     return cast(out, dtype)
 
 
-def _transpose(function: Callable[[Array], Array], like: Array, grad: Array) -> Array:
-    """Return the transpose of a linear function of ``like`` applied to ``grad``."""
-    shape = jax.ShapeDtypeStruct(like.shape, like.dtype)  # type: ignore[no-untyped-call]
-    (transposed,) = jax.linear_transpose(function, shape)(grad)
-    return transposed
-
-
 def _input_gradient(grad: Array, input: Array, weight: Array, options: Options) -> Array:
     """Return the gradient for the input: of a convolution a transposed one, and of that a convolution."""
     stride, padding, dilation, transposed, _, groups = options
     n = input.ndim - 2
     extra = [0] * n
     if not transposed:
-        known = [input.shape[2:], grad.shape[2:], weight.shape[2:], *[_each(o, n) for o in options[:3]]]
+        known = [input.shape[2:], grad.shape[2:], weight.shape[2:], *[each_dim(o, n) for o in options[:3]]]
         rows = zip(*known, strict=True)
         extra = [size - ((g - 1) * s - 2 * p + d * (k - 1) + 1) for size, g, k, s, p, d in rows]
     turned = plan(grad, weight, stride, padding, dilation, not transposed, extra, groups, dtype=grad.dtype)
     if cpu_convolution.takes(turned):
         # What a transposed convolution added at the end has no gradient.
         return cpu_convolution.apart(turned)[tuple(slice(size) for size in input.shape)]
-    return _transpose(lambda x: convolve(plan(x, weight, *options, dtype=grad.dtype)), input, grad)
+
+    def forward(x: Array) -> Array:
+        return convolve(plan(x, weight, *options, dtype=grad.dtype))
+
+    return transpose_of(forward, input.shape, input.dtype, grad)
 
 
 def _weight_gradient(grad: Array, input: Array, weight: Array, options: Options) -> Array:
@@ -128,7 +119,7 @@ def _weight_gradient(grad: Array, input: Array, weight: Array, options: Options)
         takes = cpu_convolution.takes(convolution, cpu_convolution.MOST_SUMS)
         return cpu_convolution.apart(convolution) if takes else whole(convolution)
 
-    return _transpose(forward, weight, grad)
+    return transpose_of(forward, weight.shape, weight.dtype, grad)
 
 
 @lowering(aten.convolution_backward.default, matmul=True)

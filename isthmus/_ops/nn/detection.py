@@ -279,14 +279,13 @@ def roi_pool(
     return best.transpose(0, 3, 1, 2), which.transpose(0, 3, 1, 2)
 
 
-@lowering_when_defined("torchvision::_roi_pool_backward")
+@lowering_when_defined(
+    "torchvision::_roi_pool_backward", ignores=("spatial_scale", "pooled_height", "pooled_width")
+)
 def roi_pool_backward(
     grad: Array,
     rois: Array,
     argmax: Array,
-    spatial_scale: float,
-    pooled_height: int,
-    pooled_width: int,
     batch_size: int,
     channels: int,
     height: int,

@@ -9,14 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import Array, DType, accumulation_dtype, cast
-from isthmus._ops.nn.pooling import NOWHERE, Ints, better, empty, register, scatter_grad
-
-
-def _rounded(x: Array, dtype: DType) -> Array:
-    """Return ``x`` rounded as ``dtype`` would be, which XLA may leave out if only asked to convert."""
-    info = jnp.finfo(dtype)
-    return x if accumulation_dtype(dtype) == dtype else jax.lax.reduce_precision(x, info.nexp, info.nmant)
+from isthmus._ops.common import Array, Ints, accumulation_dtype, cast, rounded
+from isthmus._ops.nn.pooling import NOWHERE, better, empty, max_pool_backward, register
 
 
 def _starts(sample: Array, size: int, count: int, window: int) -> Array:
@@ -28,8 +22,8 @@ def _starts(sample: Array, size: int, count: int, window: int) -> Array:
     acc_dtype = accumulation_dtype(dtype)
     alpha = np.asarray(np.asarray(size - window, dtype) / np.asarray(count - 1, dtype), acc_dtype)
     steps, offset = np.arange(count - 1).astype(dtype).astype(acc_dtype), cast(sample, acc_dtype)[:, None]
-    ahead = _rounded(_rounded(jnp.add(steps, offset), dtype) * alpha, dtype).astype(jnp.int32)
-    behind = _rounded(offset * alpha, dtype).astype(jnp.int32)
+    ahead = rounded(rounded(jnp.add(steps, offset), dtype) * alpha, dtype).astype(jnp.int32)
+    behind = rounded(offset * alpha, dtype).astype(jnp.int32)
     return jnp.concatenate([ahead - behind, last], 1)
 
 
@@ -67,16 +61,10 @@ def _fractional_max_pool(
     return values.reshape(shape), places.reshape(shape).astype(jnp.int64)
 
 
-def _fractional_max_pool_backward(
-    n: int, grad_output: Array, self: Array, kernel_size: list[int], output_size: list[int], indices: Array
-) -> Array:
-    """Each window's gradient, added where its maximum was."""
-    return scatter_grad(n, grad_output, self, indices)
-
-
 register(_fractional_max_pool, aten.fractional_max_pool2d.default, aten.fractional_max_pool3d.default)
 register(
-    _fractional_max_pool_backward,
+    max_pool_backward,
     aten.fractional_max_pool2d_backward.default,
     aten.fractional_max_pool3d_backward.default,
+    ignores=("kernel_size", "output_size"),
 )

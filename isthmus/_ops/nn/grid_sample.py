@@ -124,9 +124,7 @@ def grid_sampler(
 
 
 @lowering(
-    aten.grid_sampler_2d_backward.default,
-    aten.grid_sampler_3d_backward.default,
-    accumulate=("input", "grid"),
+    aten.grid_sampler_2d_backward.default, aten.grid_sampler_3d_backward.default, accumulate=("input", "grid")
 )
 def grid_sampler_backward(
     grad_output: Array,

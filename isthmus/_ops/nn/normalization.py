@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import Array, accumulation_dtype, cast
+from isthmus._ops.common import Array, accumulation_dtype, cast, wrap_dim
 from isthmus._ops.registry import lowering
 from isthmus.errors import Unsupported
 
@@ -182,23 +182,22 @@ def batch_norm(
     return (out, mean, rstd, *moved)
 
 
-@lowering(aten._native_batch_norm_legit.no_stats)
+@lowering(aten._native_batch_norm_legit.no_stats, ignores=("training", "momentum"))
 def batch_norm_no_stats(
-    input: Array, weight: Array | None, bias: Array | None, training: bool, momentum: float, eps: float
+    input: Array, weight: Array | None, bias: Array | None, eps: float
 ) -> tuple[Array, Array, Array]:
     """Normalize a batch per channel by its own statistics."""
     out, mean, _, rstd = _batch_train(input, weight, bias, eps)
     return out, mean, rstd
 
 
-@lowering(aten._native_batch_norm_legit_no_training.default)
+@lowering(aten._native_batch_norm_legit_no_training.default, ignores=("momentum",))
 def batch_norm_no_training(
     input: Array,
     weight: Array | None,
     bias: Array | None,
     running_mean: Array,
     running_var: Array,
-    momentum: float,
     eps: float,
 ) -> tuple[Array, Array, Array]:
     """Normalize a batch per channel by the running statistics."""
@@ -206,20 +205,19 @@ def batch_norm_no_training(
     return (out, *_saved(input, running_mean, running_var, eps))
 
 
-@lowering(aten._batch_norm_no_update.default)
+@lowering(aten._batch_norm_no_update.default, ignores=("momentum",))
 def batch_norm_no_update(
     input: Array,
     weight: Array | None,
     bias: Array | None,
     running_mean: Array | None,
     running_var: Array | None,
-    momentum: float,
     eps: float,
 ) -> tuple[Array, ...]:
     """Normalize a batch per channel by the running statistics, and return what cuDNN would reserve: nothing."""
     if running_mean is None or running_var is None:
         raise Unsupported("no running statistics, which torch refuses as well")
-    results = batch_norm_no_training(input, weight, bias, running_mean, running_var, momentum, eps)
+    results = batch_norm_no_training(input, weight, bias, running_mean, running_var, eps)
     return (*results, jnp.zeros((0,), jnp.uint8))
 
 
@@ -288,3 +286,14 @@ def rms_norm_backward(
     dx = rstd * (scaled - normal * (scaled * normal).mean(inner, keepdims=True))
     dw = (grad_out * normal).sum(outer) if output_mask[1] and weight is not None else None
     return dx if output_mask[0] else None, dw
+
+
+@lowering(aten._weight_norm_interface_backward.default, accumulate=("saved_v", "saved_g"))
+def weight_norm_backward(
+    grad_w: Array, saved_v: Array, saved_g: Array, saved_norms: Array, dim: int
+) -> tuple[Array, Array]:
+    """The gradients of v and g for w = g * v / norm(v), the norm over every dim but ``dim``."""
+    others = tuple(d for d in range(saved_v.ndim) if d != wrap_dim(dim, saved_v.ndim))
+    along = jnp.sum(grad_w * saved_v, axis=others, keepdims=True)
+    grad_v = saved_g / saved_norms * (grad_w - saved_v * along / (saved_norms * saved_norms))
+    return grad_v, along / saved_norms

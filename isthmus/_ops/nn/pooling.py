@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -18,31 +19,25 @@ from jax.typing import DTypeLike
 from torch._ops import OpOverload
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import Array, DType, accumulation_dtype, cast
-from isthmus._ops.registry import lowering
+from isthmus._ops.common import Array, DType, Ints, accumulation_dtype, cast, each_dim, transpose_of
+from isthmus._ops.registry import Options, lowering
 from isthmus._ops.value_checks import require
 from isthmus.errors import Unsupported
 
-Ints = Sequence[int]
 # The index of a place in the padding: beyond every real index, so that `better` prefers a real one of equal value.
 NOWHERE = np.asarray(np.iinfo(np.int32).max, np.int32)
 
 
 def register(
-    function: Callable[..., object], in_2d: OpOverload, in_3d: OpOverload, accumulate: bool | str = False
+    function: Callable[..., object], in_2d: OpOverload, in_3d: OpOverload, **options: Unpack[Options]
 ) -> None:
     """Register ``function``, whose first parameter is the number of spatial dims, for two dims and for three."""
     for n, op in ((2, in_2d), (3, in_3d)):
-        lowering(op, accumulate=accumulate)(functools.partial(function, n))
-
-
-def _each(value: Ints, n: int) -> list[int]:
-    """Return one value per spatial dim: torch lets one stand for all."""
-    return list(value) * n if len(value) == 1 else list(value)
+        lowering(op, **options)(functools.partial(function, n))
 
 
 def _strides(stride: Ints, kernel: Ints, n: int) -> list[int]:
-    return _each(stride, n) if len(stride) else list(kernel)
+    return each_dim(stride, n) if len(stride) else list(kernel)
 
 
 def pooled_size(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> int:
@@ -97,7 +92,7 @@ def _max_pool(
     ceil_mode: bool = False,
 ) -> tuple[Array, Array]:
     """The largest element of each window and its place in the flattened spatial dims."""
-    kernel, pad, spread = _each(kernel_size, n), _each(padding, n), _each(dilation, n)
+    kernel, pad, spread = each_dim(kernel_size, n), each_dim(padding, n), each_dim(dilation, n)
     steps = _strides(stride, kernel, n)
     lead, sizes = self.shape[:-n], self.shape[-n:]
     counts = [pooled_size(*a, ceil_mode) for a in zip(sizes, kernel, steps, pad, spread, strict=True)]
@@ -116,37 +111,24 @@ def _max_pool(
     return values, indices.astype(jnp.int64)
 
 
-def scatter_grad(n: int, grad: Array, like: Array, indices: Array) -> Array:
-    """Return each gradient added at its index in the flattened spatial dims of ``like``."""
-    if grad.size == 0:
-        return jnp.zeros(like.shape, like.dtype)
-    dtype = accumulation_dtype(grad.dtype)
-    rows, area = math.prod(like.shape[:-n]), math.prod(like.shape[-n:])
-    places = (jnp.arange(rows)[:, None], indices.reshape(rows, -1))
-    total = jnp.zeros((rows, area), dtype).at[places].add(cast(grad, dtype).reshape(rows, -1))
-    return cast(total.reshape(like.shape), like.dtype)
-
-
-def _max_pool_backward(
-    n: int,
-    grad_output: Array,
-    self: Array,
-    kernel_size: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    ceil_mode: bool,
-    indices: Array,
-) -> Array:
+def max_pool_backward(n: int, grad_output: Array, self: Array, indices: Array) -> Array:
     """Each window's gradient, added where its maximum was."""
-    return scatter_grad(n, grad_output, self, indices)
+    if grad_output.size == 0:
+        return jnp.zeros(self.shape, self.dtype)
+    dtype = accumulation_dtype(grad_output.dtype)
+    rows, area = math.prod(self.shape[:-n]), math.prod(self.shape[-n:])
+    places = (jnp.arange(rows)[:, None], indices.reshape(rows, -1))
+    total = jnp.zeros((rows, area), dtype).at[places].add(cast(grad_output, dtype).reshape(rows, -1))
+    return cast(total.reshape(self.shape), self.dtype)
 
 
 register(_max_pool, aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default)
+_WINDOW = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
 register(
-    _max_pool_backward,
+    max_pool_backward,
     aten.max_pool2d_with_indices_backward.default,
     aten.max_pool3d_with_indices_backward.default,
+    ignores=_WINDOW,
 )
 
 
@@ -201,13 +183,6 @@ def avg_pool(
     return jax.lax.div(total, jnp.broadcast_to(jnp.asarray(divisor, x.dtype), total.shape))
 
 
-def _transpose(function: Callable[[Array], Array], like: Array, grad: Array) -> Array:
-    """Return the transpose of a linear function of ``like`` applied to ``grad``."""
-    shape = jax.ShapeDtypeStruct(like.shape, like.dtype)  # type: ignore[no-untyped-call]
-    (transposed,) = jax.linear_transpose(function, shape)(grad)
-    return transposed
-
-
 def _avg_pool(
     n: int,
     self: Array,
@@ -219,7 +194,7 @@ def _avg_pool(
     divisor_override: int | None = None,
 ) -> Array:
     """The average of each window."""
-    kernel, pad = _each(kernel_size, n), _each(padding, n)
+    kernel, pad = each_dim(kernel_size, n), each_dim(padding, n)
     return avg_pool(self, n, kernel, stride, pad, ceil_mode, count_include_pad, divisor_override)
 
 
@@ -238,7 +213,7 @@ def _avg_pool_backward(
     if 0 in self.shape:
         return jnp.zeros(self.shape, self.dtype)
     options = (kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
-    return _transpose(lambda x: _avg_pool(n, x, *options), self, grad_output)
+    return transpose_of(lambda x: _avg_pool(n, x, *options), self.shape, self.dtype, grad_output)
 
 
 register(_avg_pool, aten.avg_pool2d.default, aten.avg_pool3d.default, accumulate=True)
@@ -259,15 +234,7 @@ def _unpool(n: int, self: Array, indices: Array, output_size: list[int]) -> Arra
     return out.reshape(*self.shape[:-n], *output_size)
 
 
-lowering(aten.max_unpool2d.default)(functools.partial(_unpool, 2))
-
-
-@lowering(aten.max_unpool3d.default)
-def max_unpool3d(
-    self: Array, indices: Array, output_size: list[int], stride: list[int], padding: list[int]
-) -> Array:
-    """Zeros, with each element put back at its index; the output size says all that stride and padding do."""
-    return _unpool(3, self, indices, output_size)
+register(_unpool, aten.max_unpool2d.default, aten.max_unpool3d.default, ignores=("stride", "padding"))
 
 
 # Adaptive pooling
@@ -319,7 +286,7 @@ def _adaptive_avg_pool_backward(n: int, grad_output: Array, self: Array) -> Arra
     if 0 in grad_output.shape:
         return jnp.zeros(self.shape, self.dtype)
     size = grad_output.shape[-n:]
-    return _transpose(lambda x: _adaptive_average(x, size), self, grad_output)
+    return transpose_of(lambda x: _adaptive_average(x, size), self.shape, self.dtype, grad_output)
 
 
 def _adaptive_max_pool(n: int, self: Array, output_size: list[int]) -> tuple[Array, Array]:
@@ -336,11 +303,6 @@ def _adaptive_max_pool(n: int, self: Array, output_size: list[int]) -> tuple[Arr
     return values, places.astype(jnp.int64)
 
 
-def _adaptive_max_pool_backward(n: int, grad_output: Array, self: Array, indices: Array) -> Array:
-    """Each window's gradient, added where its maximum was."""
-    return scatter_grad(n, grad_output, self, indices)
-
-
 register(
     _adaptive_avg_pool, aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool3d.default, accumulate=True
 )
@@ -352,7 +314,7 @@ register(
 )
 register(_adaptive_max_pool, aten.adaptive_max_pool2d.default, aten.adaptive_max_pool3d.default)
 register(
-    _adaptive_max_pool_backward,
+    max_pool_backward,
     aten.adaptive_max_pool2d_backward.default,
     aten.adaptive_max_pool3d_backward.default,
 )

@@ -11,12 +11,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import Array, accumulation_dtype, cast
+from isthmus._ops.common import Array, accumulation_dtype, cast, transpose_of
 from isthmus._ops.elementwise import keyword_signature
 from isthmus._ops.registry import lowering
 from isthmus.errors import Unsupported
@@ -169,13 +168,7 @@ def _lanczos(x: np.ndarray) -> np.ndarray:
 
 
 def _filter_windows(
-    size: int,
-    count: int,
-    scale: float | None,
-    align: bool,
-    width: int,
-    filter: Filter,
-    dtype: Float,
+    size: int, count: int, scale: float | None, align: bool, width: int, filter: Filter, dtype: Float
 ) -> Windows:
     """Return the places and normalised weights of each output place, rounded in ``dtype`` as torch rounds."""
     step = _aligned_ratio(size, count, scale, align, dtype)
@@ -231,9 +224,7 @@ def _register_pair(name: str, n: int, function: Callable[[Array, Arguments], Arr
         grad, shape = values["grad_output"], tuple(values["input_size"])
         if 0 in grad.shape or 0 in shape:
             return jnp.zeros(shape, grad.dtype)
-        like = jax.ShapeDtypeStruct(shape, grad.dtype)  # type: ignore[no-untyped-call]
-        (transposed,) = jax.linear_transpose(lambda x: function(x, values), like)(grad)
-        return transposed
+        return transpose_of(lambda x: function(x, values), shape, grad.dtype, grad)
 
     names = ["output_size", "input_size", *rest]
     forward.__signature__ = keyword_signature(["self", "output_size", *rest])  # type: ignore[attr-defined]

@@ -110,7 +110,7 @@ def _only_lstm(mode: int, num_layers: int, bidirectional: bool, batch_first: boo
         raise Unsupported("a layer of oneDNN's that is not one direction of one LSTM layer")
 
 
-@lowering(aten.mkldnn_rnn_layer.default, matmul=True)
+@lowering(aten.mkldnn_rnn_layer.default, matmul=True, ignores=("hidden_size", "train"))
 def lstm_layer(
     input: Array,
     weight0: Array,
@@ -122,12 +122,10 @@ def lstm_layer(
     reverse: bool,
     batch_sizes: list[int],
     mode: int,
-    hidden_size: int,
     num_layers: int,
     has_biases: bool,
     bidirectional: bool,
     batch_first: bool,
-    train: bool,
 ) -> tuple[Array, ...]:
     """A whole LSTM layer, as graphs of CPU tensors have it; what oneDNN would save for backward is empty."""
     _only_lstm(mode, num_layers, bidirectional, batch_first, batch_sizes)
@@ -136,7 +134,11 @@ def lstm_layer(
     return outputs, hidden.reshape(hx_.shape), cell.reshape(cx_.shape), jnp.zeros((0,), jnp.uint8)
 
 
-@lowering(aten.mkldnn_rnn_layer_backward.default, matmul=True)
+@lowering(
+    aten.mkldnn_rnn_layer_backward.default,
+    matmul=True,
+    ignores=("output", "hy_", "cy_", "hidden_size", "train", "workspace"),
+)
 def lstm_layer_backward(
     input: Array,
     weight1: Array,
@@ -145,22 +147,16 @@ def lstm_layer_backward(
     weight4: Array,
     hx_: Array,
     cx_tmp: Array,
-    output: Array,
-    hy_: Array,
-    cy_: Array,
     grad_output: Array | None,
     grad_hy: Array | None,
     grad_cy: Array | None,
     reverse: bool,
     mode: int,
-    hidden_size: int,
     num_layers: int,
     has_biases: bool,
-    train: bool,
     bidirectional: bool,
     batch_sizes: list[int],
     batch_first: bool,
-    workspace: Array,
 ) -> tuple[Array, ...]:
     """The gradients of a layer for input, weights and states, with the layer computed again."""
     _only_lstm(mode, num_layers, bidirectional, batch_first, batch_sizes)

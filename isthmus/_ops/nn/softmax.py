@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -25,7 +26,7 @@ def _along(function: Callable[[Array, int], Array], x: Array, dim: int, half_to_
 @lowering(aten._softmax.default, dtypes=FLOATING)
 def softmax(self: Array, dim: int, half_to_float: bool) -> Array:
     """Softmax along ``dim``."""
-    return _along(lambda x, axis: jax.nn.softmax(x, axis=axis), self, dim, half_to_float)
+    return _along(jax.nn.softmax, self, dim, half_to_float)
 
 
 @lowering(aten._safe_softmax.default)
@@ -46,36 +47,29 @@ def safe_softmax(self: Array, dim: int, dtype: DTypeLike | None = None) -> Array
 @lowering(aten._log_softmax.default, dtypes=FLOATING)
 def log_softmax(self: Array, dim: int, half_to_float: bool) -> Array:
     """The logarithm of softmax along ``dim``."""
-    return _along(lambda x, axis: jax.nn.log_softmax(x, axis=axis), self, dim, half_to_float)
+    return _along(jax.nn.log_softmax, self, dim, half_to_float)
 
 
 def _backward(
     formula: Callable[[Array, Array, int], Array],
-    grad: Array,
+    grad_output: Array,
     output: Array,
     dim: int,
     input_dtype: DTypeLike,
 ) -> Array:
+    """The gradient of a softmax from its output."""
     acc_dtype = accumulation_dtype(output.dtype)
-    g, y = (jnp.atleast_1d(cast(a, acc_dtype)) for a in (grad, output))
+    g, y = (jnp.atleast_1d(cast(a, acc_dtype)) for a in (grad_output, output))
     return cast(formula(g, y, wrap_dim(dim, output.ndim)).reshape(output.shape), input_dtype)
 
 
-@lowering(aten._softmax_backward_data.default)
-def softmax_backward(grad_output: Array, output: Array, dim: int, input_dtype: DTypeLike) -> Array:
-    """The gradient of softmax from its output."""
-
-    def formula(g: Array, y: Array, axis: int) -> Array:
-        return y * (g - (g * y).sum(axis, keepdims=True))
-
-    return _backward(formula, grad_output, output, dim, input_dtype)
+def _softmax_grad(g: Array, y: Array, axis: int) -> Array:
+    return y * (g - (g * y).sum(axis, keepdims=True))
 
 
-@lowering(aten._log_softmax_backward_data.default)
-def log_softmax_backward(grad_output: Array, output: Array, dim: int, input_dtype: DTypeLike) -> Array:
-    """The gradient of log-softmax from its output."""
+def _log_softmax_grad(g: Array, y: Array, axis: int) -> Array:
+    return g - jnp.exp(y) * g.sum(axis, keepdims=True)
 
-    def formula(g: Array, y: Array, axis: int) -> Array:
-        return g - jnp.exp(y) * g.sum(axis, keepdims=True)
 
-    return _backward(formula, grad_output, output, dim, input_dtype)
+lowering(aten._softmax_backward_data.default)(functools.partial(_backward, _softmax_grad))
+lowering(aten._log_softmax_backward_data.default)(functools.partial(_backward, _log_softmax_grad))

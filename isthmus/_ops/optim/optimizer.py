@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -33,34 +32,6 @@ def _unless(found_inf: Array | None, new: Sequence[Arrays], old: Sequence[Arrays
         [jnp.where(skip, before, after) for after, before in zip(a, b, strict=True)]
         for a, b in zip(new, old, strict=True)
     ]
-
-
-def _adam_step(
-    index: int,
-    lists: tuple[Arrays, Arrays, Arrays, Arrays, Arrays, Arrays],
-    numbers: dict[str, Any],
-    decoupled: bool,
-) -> tuple[Array, Array, Array, Array, Array | None]:
-    """One parameter's step: parameter, gradient, moments, and the largest second moment if asked."""
-    params, grads, averages, squares, largest, steps = lists
-    acc_dtype = accumulation_dtype(params[index].dtype)
-    lr, beta2, decay, eps = (cast(numbers[n], acc_dtype) for n in ("lr", "beta2", "weight_decay", "eps"))
-    grad, unscaled = _gradient(grads[index], acc_dtype, numbers["grad_scale"], numbers["maximize"])
-    param = cast(params[index], acc_dtype)
-    if decoupled:
-        param = param - lr * decay * param
-    else:
-        grad = grad + decay * param
-    average = cast(averages[index], acc_dtype)
-    average = average + _rest(numbers["beta1"], acc_dtype) * (grad - average)
-    square = beta2 * cast(squares[index], acc_dtype) + _rest(numbers["beta2"], acc_dtype) * grad * grad
-    correction1, correction2 = (_correction(numbers[n], steps[index], acc_dtype) for n in ("beta1", "beta2"))
-    peak = jnp.maximum(cast(largest[index], acc_dtype), square) if numbers["amsgrad"] else None
-    root = jnp.sqrt(square if peak is None else peak) / jnp.sqrt(correction2) + eps
-    param = param - lr / correction1 * average / root
-    moments = cast(average, averages[index].dtype), cast(square, squares[index].dtype)
-    new_largest = None if peak is None else cast(peak, largest[index].dtype)
-    return cast(param, params[index].dtype), unscaled, *moments, new_largest
 
 
 def _rest(share: Operand, acc_dtype: DType) -> Array:
@@ -95,22 +66,29 @@ def _adam(
     found_inf: Array | None = None,
 ) -> list[Arrays]:
     """A step of Adam; AdamW where the weight decay is decoupled."""
-    lists = (self, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps)
-    numbers = {
-        "lr": lr,
-        "beta1": beta1,
-        "beta2": beta2,
-        "weight_decay": weight_decay,
-        "eps": eps,
-        "amsgrad": amsgrad,
-        "maximize": maximize,
-        "grad_scale": grad_scale,
-    }
-    columns = list(zip(*[_adam_step(i, lists, numbers, decoupled) for i in range(len(self))], strict=True))
-    new = [list(column) for column in columns]
-    if not amsgrad:
-        new[4] = max_exp_avg_sqs
-    return _unless(found_inf, new, lists[:5])
+    new: list[Arrays] = [[], [], [], [], []]
+    for i, old in enumerate(self):
+        dtype = accumulation_dtype(old.dtype)
+        rate, decay, param = cast(lr, dtype), cast(weight_decay, dtype), cast(old, dtype)
+        grad, unscaled = _gradient(grads[i], dtype, grad_scale, maximize)
+        if decoupled:
+            param = param - rate * decay * param
+        else:
+            grad = grad + decay * param
+        average = cast(exp_avgs[i], dtype)
+        average = average + _rest(beta1, dtype) * (grad - average)
+        square = cast(beta2, dtype) * cast(exp_avg_sqs[i], dtype) + _rest(beta2, dtype) * grad * grad
+        largest = jnp.maximum(cast(max_exp_avg_sqs[i], dtype), square) if amsgrad else square
+        # The moments start at zero, so early averages are divided by the weight that their terms have.
+        correction1, correction2 = (_correction(beta, state_steps[i], dtype) for beta in (beta1, beta2))
+        root = jnp.sqrt(largest) / jnp.sqrt(correction2) + cast(eps, dtype)
+        new[0].append(cast(param - rate / correction1 * average / root, old.dtype))
+        new[1].append(unscaled)
+        new[2].append(cast(average, exp_avgs[i].dtype))
+        new[3].append(cast(square, exp_avg_sqs[i].dtype))
+        new[4] += [cast(largest, max_exp_avg_sqs[i].dtype)] if amsgrad else []
+    old_state = [self, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs]
+    return _unless(found_inf, [*new[:4], new[4] if amsgrad else max_exp_avg_sqs], old_state)
 
 
 for _packet, _decoupled in ((aten._fused_adam, False), (aten._fused_adamw, True)):

@@ -12,7 +12,17 @@ import torch
 from jax.typing import DTypeLike
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import INEXACT, Array, DType, Operand, Scalar, accumulation_dtype, cast, promote
+from isthmus._ops.common import (
+    INEXACT,
+    Array,
+    DType,
+    Ints,
+    Operand,
+    Scalar,
+    accumulation_dtype,
+    cast,
+    promote,
+)
 from isthmus._ops.registry import lowering
 from isthmus._ops.value_checks import require
 from isthmus._runtime.dtypes import to_jax_dtype
@@ -207,22 +217,12 @@ def bernoulli_tensor(self: Array, p: Array, rng: Array) -> Array:
     return cast(_successes(rng, self.shape, jnp.broadcast_to(p, self.shape)), self.dtype)
 
 
-@lowering(aten.random.default, random=True)
-def random(self: Array, rng: Array) -> Array:
-    """Uniform integers from 0 to the dtype's largest value."""
-    return integers(rng, self.shape, self.dtype, 0, None)
-
-
-@lowering(getattr(aten.random, "from"), random=True, dynamic=("from", "to"))
-def random_from(self: Array, from_: Scalar, to: Scalar, rng: Array) -> Array:
-    """Uniform integers in [from, to)."""
+@lowering(
+    aten.random.default, getattr(aten.random, "from"), aten.random.to, random=True, dynamic=("from", "to")
+)
+def random(self: Array, rng: Array, from_: Scalar = 0, to: Scalar | None = None) -> Array:
+    """Uniform integers in [from, to), or up to the dtype's largest value."""
     return integers(rng, self.shape, self.dtype, from_, to)
-
-
-@lowering(aten.random.to, random=True, dynamic=("to",))
-def random_to(self: Array, to: Scalar, rng: Array) -> Array:
-    """Uniform integers in [0, to)."""
-    return integers(rng, self.shape, self.dtype, 0, to)
 
 
 @lowering(aten.poisson.default, random=True, accumulate=True, dtypes=INEXACT)
@@ -302,3 +302,75 @@ def native_dropout_backward(grad_output: Array, mask: Array, scale: Scalar) -> A
     result = grad_output.dtype if inexact else np.dtype(np.float32)
     acc_dtype = accumulation_dtype(result)
     return cast(jnp.where(mask, cast(grad_output, acc_dtype) * cast(scale, acc_dtype), 0), result)
+
+
+# New tensors: one program where torch would take an ``empty`` and an in-place op
+
+
+def _integer(dtype: DTypeLike | int | None) -> DType:
+    # The schema's default is torch's number for int64, which stands here where no dtype was given.
+    return np.dtype(np.int64) if dtype is None or isinstance(dtype, int) else np.dtype(dtype)
+
+
+def _like(array: Array, dtype: DTypeLike | None) -> DType:
+    return array.dtype if dtype is None else np.dtype(dtype)
+
+
+@lowering(aten.rand.default, aten.rand.generator, random=True)
+def rand(size: list[int], rng: Array, dtype: DTypeLike | None = None) -> Array:
+    """Uniform numbers in [0, 1)."""
+    return between(rng, size, _dtype(dtype), 0.0, 1.0)
+
+
+@lowering(aten.randn.default, aten.randn.generator, random=True)
+def randn(size: list[int], rng: Array, dtype: DTypeLike | None = None) -> Array:
+    """Standard normal numbers."""
+    return normal_numbers(rng, size, _dtype(dtype), 0.0, 1.0)
+
+
+@lowering(
+    aten.randint.default,
+    aten.randint.generator,
+    aten.randint.low,
+    aten.randint.low_generator,
+    random=True,
+    dynamic=("low", "high"),
+)
+def randint(
+    high: Scalar, size: Ints, rng: Array, low: Scalar = 0, dtype: DTypeLike | int | None = None
+) -> Array:
+    """Uniform integers in [low, high)."""
+    return integers(rng, size, _integer(dtype), low, high)
+
+
+@lowering(aten.randperm.default, aten.randperm.generator, random=True)
+def randperm(n: int, rng: Array, dtype: DTypeLike | int | None = None) -> Array:
+    """The integers below ``n`` in random order."""
+    return cast(jax.random.permutation(rng, jnp.arange(n)), _integer(dtype))
+
+
+@lowering(aten.rand_like.default, aten.rand_like.generator, random=True)
+def rand_like(self: Array, rng: Array, dtype: DTypeLike | None = None) -> Array:
+    """Uniform numbers in [0, 1) in the shape of ``self``."""
+    return between(rng, self.shape, _like(self, dtype), 0.0, 1.0)
+
+
+@lowering(aten.randn_like.default, aten.randn_like.generator, random=True)
+def randn_like(self: Array, rng: Array, dtype: DTypeLike | None = None) -> Array:
+    """Standard normal numbers in the shape of ``self``."""
+    return normal_numbers(rng, self.shape, _like(self, dtype), 0.0, 1.0)
+
+
+@lowering(
+    aten.randint_like.default,
+    aten.randint_like.generator,
+    aten.randint_like.low_dtype,
+    aten.randint_like.low_generator_dtype,
+    random=True,
+    dynamic=("low", "high"),
+)
+def randint_like(
+    self: Array, high: Scalar, rng: Array, low: Scalar = 0, dtype: DTypeLike | None = None
+) -> Array:
+    """Uniform integers in [low, high) in the shape of ``self``."""
+    return integers(rng, self.shape, _like(self, dtype), low, high)

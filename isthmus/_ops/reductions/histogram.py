@@ -10,18 +10,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import Array, Scalar, accumulation_dtype, cast
+from isthmus._ops.common import Array, Scalar, accumulation_dtype, cast, rounded
 from isthmus._ops.registry import lowering
 from isthmus._ops.value_checks import require
 from isthmus.errors import Unsupported
-
-
-def _rounded(x: Array, dtype: DTypeLike) -> Array:
-    """Return ``x`` rounded as ``dtype`` would be: torch rounds half types after every operation."""
-    if accumulation_dtype(dtype) == dtype:
-        return x
-    info = jnp.finfo(dtype)
-    return jax.lax.reduce_precision(x, info.nexp, info.nmant)
 
 
 def _divided(x: Array, by: Array) -> Array:
@@ -41,10 +33,10 @@ def _spaced(first: Array, last: Array, count: int, dtype: DTypeLike) -> Array:
 def _step(x: Array, first: Array, last: Array, bins: int) -> Array:
     """Return the bin of each element if all were equally wide, in torch's order of operations."""
     acc_dtype = accumulation_dtype(x.dtype)
-    away = _rounded(cast(x, acc_dtype) - cast(first, acc_dtype), x.dtype)
-    scaled = _rounded(away * _rounded(jnp.asarray(bins, acc_dtype), x.dtype), x.dtype)
-    span = _rounded(cast(last, acc_dtype) - cast(first, acc_dtype), x.dtype)
-    return jnp.trunc(_rounded(_divided(scaled, span), x.dtype)).astype(jnp.int64)
+    away = rounded(cast(x, acc_dtype) - cast(first, acc_dtype), x.dtype)
+    scaled = rounded(away * rounded(jnp.asarray(bins, acc_dtype), x.dtype), x.dtype)
+    span = rounded(cast(last, acc_dtype) - cast(first, acc_dtype), x.dtype)
+    return jnp.trunc(rounded(_divided(scaled, span), x.dtype)).astype(jnp.int64)
 
 
 def _near(x: Array, edges: Array) -> Array:

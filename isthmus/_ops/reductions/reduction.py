@@ -70,16 +70,13 @@ def mean(self: Array, dim: Named = None, keepdim: bool = False, dtype: DTypeLike
     return cast(x.mean(wrap_dims(dim, self.ndim), keepdims=keepdim) if self.ndim else x, result)
 
 
-@lowering(aten.amax.default)
-def amax(self: Array, dim: Named = (), keepdim: bool = False) -> Array:
-    """The greatest elements along dims."""
-    return jnp.max(self, axis=wrap_dims(dim, self.ndim), keepdims=keepdim)
+def _extreme(function: Callable[..., Array], self: Array, dim: Named = (), keepdim: bool = False) -> Array:
+    """The greatest or the least elements along dims."""
+    return function(self, axis=wrap_dims(dim, self.ndim), keepdims=keepdim)
 
 
-@lowering(aten.amin.default)
-def amin(self: Array, dim: Named = (), keepdim: bool = False) -> Array:
-    """The least elements along dims."""
-    return jnp.min(self, axis=wrap_dims(dim, self.ndim), keepdims=keepdim)
+lowering(aten.amax.default)(functools.partial(_extreme, jnp.max))
+lowering(aten.amin.default)(functools.partial(_extreme, jnp.min))
 
 
 @lowering(aten.aminmax.default)
@@ -203,11 +200,7 @@ lowering(aten.std_mean.correction)(functools.partial(_spread, True, True))
     static=["p"],
 )
 def vector_norm(
-    self: Array,
-    p: float | None = 2,
-    dim: Named = None,
-    keepdim: bool = False,
-    dtype: DTypeLike | None = None,
+    self: Array, p: float | None = 2, dim: Named = None, keepdim: bool = False, dtype: DTypeLike | None = None
 ) -> Array:
     """The p-norm along dims, or of every element, accumulated in at least float32."""
     in_dtype, dims = self.dtype if dtype is None else np.dtype(dtype), wrap_dims(dim, self.ndim)
@@ -231,11 +224,7 @@ def vector_norm(
 
 @lowering(aten.linalg_vector_norm.default, static=["ord"])
 def linalg_vector_norm(
-    self: Array,
-    ord: float = 2,
-    dim: Named = None,
-    keepdim: bool = False,
-    dtype: DTypeLike | None = None,
+    self: Array, ord: float = 2, dim: Named = None, keepdim: bool = False, dtype: DTypeLike | None = None
 ) -> Array:
     """The norm of vectors along dims."""
     return vector_norm(self, ord, dim, keepdim, dtype)
@@ -267,3 +256,26 @@ def _complex_logsumexp(x: Array, dims: tuple[int, ...], keepdim: bool) -> Array:
 def trace(self: Array) -> Array:
     """The sum of the diagonal."""
     return total(jnp.diagonal(self))
+
+
+@lowering(aten.linalg__powsum.default)
+def powsum(
+    self: Array,
+    ord: Scalar = 2,
+    dim: Named = None,
+    keepdim: bool = False,
+    dtype: DTypeLike | None = None,
+) -> Array:
+    """The sum of the absolute values raised to ``ord``, along dims."""
+    x = self if dtype is None else cast(self, dtype)
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        raise Unsupported("sums of powers of integers, which torch refuses as well")
+    size = jnp.abs(cast(x, accumulation_dtype(x.dtype)))
+    sums = jnp.sum(jnp.power(size, cast(ord, size.dtype)), axis=wrap_dims(dim, x.ndim), keepdims=keepdim)
+    return cast(sums, x.dtype if jnp.isrealobj(x) else size.dtype)
+
+
+@lowering(aten._foreach_powsum.Scalar)
+def foreach_powsum(self: list[Array], ord: Scalar = 2, dtype: DTypeLike | None = None) -> list[Array]:
+    """The sum of powers of each tensor of the list."""
+    return [powsum(x, ord, dtype=dtype) for x in self]

@@ -8,7 +8,7 @@ import torch
 from jax import lax
 from jax.typing import DTypeLike
 
-from isthmus._graph.names import aten
+from isthmus._graph.names import aten, prims
 from isthmus._ops.common import Array, DType, Ints, Number, Operand, Scalar, accumulation_dtype, cast, divide
 from isthmus._ops.registry import lowering
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
@@ -62,16 +62,13 @@ def full(size: Ints, fill_value: Scalar, dtype: DTypeLike | None = None) -> Arra
     return jnp.broadcast_to(cast(fill_value, _dtype_of(fill_value) if dtype is None else dtype), tuple(size))
 
 
-@lowering(aten.full_like.default)
-def full_like(self: Array, fill_value: Scalar, dtype: DTypeLike | None = None) -> Array:
-    """A new tensor of one number in the shape of another."""
-    return jnp.broadcast_to(cast(fill_value, self.dtype if dtype is None else dtype), self.shape)
-
-
-@lowering(aten.new_full.default)
-def new_full(self: Array, size: Ints, fill_value: Scalar, dtype: DTypeLike | None = None) -> Array:
-    """A new tensor of one number in the dtype of another."""
-    return jnp.broadcast_to(cast(fill_value, self.dtype if dtype is None else dtype), tuple(size))
+@lowering(aten.full_like.default, aten.new_full.default)
+def full_like(
+    self: Array, fill_value: Scalar, size: Ints | None = None, dtype: DTypeLike | None = None
+) -> Array:
+    """A new tensor of one number in the dtype of another, and in its shape unless a size is named."""
+    shape = self.shape if size is None else tuple(size)
+    return jnp.broadcast_to(cast(fill_value, self.dtype if dtype is None else dtype), shape)
 
 
 @lowering(aten.zeros.default)
@@ -104,16 +101,10 @@ def ones(size: Ints, dtype: DTypeLike | None = None) -> Array:
     return jnp.ones(tuple(size), _default_dtype() if dtype is None else dtype)
 
 
-@lowering(aten.ones_like.default)
-def ones_like(self: Array, dtype: DTypeLike | None = None) -> Array:
-    """A new tensor of ones in the shape of another."""
-    return jnp.ones(self.shape, self.dtype if dtype is None else dtype)
-
-
-@lowering(aten.new_ones.default)
-def new_ones(self: Array, size: Ints, dtype: DTypeLike | None = None) -> Array:
-    """A new tensor of ones in the dtype of another."""
-    return jnp.ones(tuple(size), self.dtype if dtype is None else dtype)
+@lowering(aten.ones_like.default, aten.new_ones.default)
+def ones_like(self: Array, size: Ints | None = None, dtype: DTypeLike | None = None) -> Array:
+    """A new tensor of ones in the dtype of another, and in its shape unless a size is named."""
+    return jnp.ones(self.shape if size is None else tuple(size), self.dtype if dtype is None else dtype)
 
 
 @lowering(aten.scalar_tensor.default)
@@ -198,3 +189,24 @@ def kaiser_window(
     # Scaled by exponentials: the plain functions of a large beta would overflow.
     ratio = lax.bessel_i0e(inner) / lax.bessel_i0e(jnp.asarray(beta, inner.dtype))
     return cast(ratio * jnp.exp(jnp.abs(inner) - abs(beta)), result)
+
+
+# Primitive ops that torch's decompositions leave in a graph
+
+
+@lowering(prims.iota.default)
+def iota(length: int, start: int, step: int, dtype: DTypeLike, requires_grad: bool = False) -> Array:
+    """Return ``length`` numbers from ``start`` on."""
+    return (jnp.arange(length, dtype=jnp.int64) * step + start).astype(dtype)
+
+
+@lowering(prims.convert_element_type.default)
+def convert_element_type(a: Array, dtype: DTypeLike) -> Array:
+    """Convert as torch does."""
+    return cast(a, dtype)
+
+
+@lowering(prims.device_put.default)
+def device_put(a: Array) -> Array:
+    """Return the same elements; where they live is not a program's concern."""
+    return a

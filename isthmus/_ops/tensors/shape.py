@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import NO_OPMATH, Array, Ints, Number, Scalar, cast, promote, wrap_dim
+from isthmus._ops.common import NO_OPMATH, Array, Ints, Number, Scalar, cast, promote, transpose_of, wrap_dim
 from isthmus._ops.registry import lowering
 from isthmus._ops.value_checks import require
 
@@ -89,8 +89,7 @@ def _border(mode: str, self: Array, padding: Ints) -> Array:
 
 def _border_backward(mode: str, grad_output: Array, self: Array, padding: Ints) -> Array:
     """The gradient of a padding, its transpose."""
-    (grad,) = jax.linear_transpose(lambda x: _padded(x, padding, mode), self)(grad_output)
-    return grad
+    return transpose_of(lambda x: _padded(x, padding, mode), self.shape, self.dtype, grad_output)
 
 
 for _rank in (1, 2, 3):
@@ -270,9 +269,10 @@ def col2im(
     """Columns added up into images: the transpose of ``im2col``."""
     columns = self if self.ndim == 3 else self[None]
     channels = columns.shape[1] // math.prod(kernel_size)
-    image = jax.ShapeDtypeStruct((columns.shape[0], channels, *output_size), self.dtype)
-    transpose = jax.linear_transpose(lambda x: _patches(x, kernel_size, dilation, padding, stride), image)
-    (images,) = transpose(columns)
+    shape = (columns.shape[0], channels, *output_size)
+    images = transpose_of(
+        lambda x: _patches(x, kernel_size, dilation, padding, stride), shape, self.dtype, columns
+    )
     return images if self.ndim == 3 else images[0]
 
 

@@ -123,15 +123,12 @@ def _count_unique_dim(self: Array, dim: int, **_: object) -> Array:
     return _sorted_rows(_rows(self, dim))[0].sum()
 
 
-@lowering(aten.unique_dim.default, size=_count_unique_dim)
-def unique_dim(
-    self: Array,
-    dim: int,
-    size: int,
-    sorted: bool = True,
-    return_inverse: bool = False,
-    return_counts: bool = False,
-) -> tuple[Array, ...]:
+@lowering(
+    aten.unique_dim.default,
+    size=_count_unique_dim,
+    ignores=("sorted", "return_inverse", "return_counts"),
+)
+def unique_dim(self: Array, dim: int, size: int) -> tuple[Array, ...]:
     """The distinct slices along a dim in lexicographic order; the inverse and the counts are always there."""
     starts, order = _sorted_rows(_rows(self, dim))
     groups = _groups(starts, order, size)
