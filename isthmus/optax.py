@@ -42,13 +42,14 @@ class Optimizer(torch.optim.Optimizer):
         transformation: the ``optax.GradientTransformation`` of the other groups. If it was made by
             ``optax.inject_hyperparams``, the group's ``lr`` is its learning rate, so schedulers of torch's work.
 
-    >>> import optax, torch
-    >>> weight = torch.ones(2, device="jax", requires_grad=True)
-    >>> optimizer = Optimizer([weight], optax.sgd(0.5))
-    >>> weight.sum().backward()
-    >>> optimizer.step()
-    >>> weight.tolist()
-    [0.5, 0.5]
+    Example:
+        >>> import optax, torch
+        >>> weight = torch.ones(2, device="jax", requires_grad=True)
+        >>> optimizer = Optimizer([weight], optax.sgd(0.5))
+        >>> weight.sum().backward()
+        >>> optimizer.step()
+        >>> weight.tolist()
+        [0.5, 0.5]
     """
 
     def __init__(self, params: Iterable[Any], transformation: optax.GradientTransformation) -> None:

@@ -37,9 +37,10 @@ def to_jax(tree: Any) -> Any:
         The same tree with arrays. Nothing is copied where a tensor on "jax" shows all of its storage; another view is
         computed by one program. int64 stays int64, also with JAX's 64-bit types off.
 
-    >>> import torch
-    >>> to_jax({"x": torch.ones(2, device="jax")})
-    {'x': Array([1., 1.], dtype=float32)}
+    Example:
+        >>> import torch
+        >>> to_jax({"x": torch.ones(2, device="jax")})
+        {'x': Array([1., 1.], dtype=float32)}
     """
     return jax.tree.map(_to_array, tree, is_leaf=lambda value: isinstance(value, Tensor))
 
@@ -53,9 +54,10 @@ def from_jax(tree: Any) -> Any:
     Returns:
         The same tree with tensors, which share the memory of arrays that are on the device already.
 
-    >>> import jax.numpy as jnp
-    >>> from_jax(jnp.arange(3.0)).sum().item()
-    3.0
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from_jax(jnp.arange(3.0)).sum().item()
+        3.0
     """
     return jax.tree.map(_to_tensor, tree)
 

@@ -54,11 +54,12 @@ def save(path: str | os.PathLike[str], state: Any, *, force: bool = False) -> No
     The folder gets its name when it is complete and on the disk, and until then the old one keeps it: a full disk or a
     killed process loses nothing. It has checksums, which ``load`` checks.
 
-    >>> import tempfile, torch
-    >>> path = tempfile.mkdtemp() + "/step-1"
-    >>> save(path, {"weights": torch.ones(2, device="jax"), "step": 1})
-    >>> load(path)["step"]
-    1
+    Example:
+        >>> import tempfile, torch
+        >>> path = tempfile.mkdtemp() + "/step-1"
+        >>> save(path, {"weights": torch.ones(2, device="jax"), "step": 1})
+        >>> load(path)["step"]
+        1
     """
     tree, folder = to_tree(state), _folder(path)
     if "://" in folder or jax.process_count() > 1:

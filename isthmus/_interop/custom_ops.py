@@ -42,10 +42,11 @@ def custom_op(name: str, function: Function | None = None, *, schema: str | None
     Returns:
         The op, as ``torch.library.custom_op`` returns it; ``torch.ops.library.op`` is the same op.
 
-    >>> import jax.numpy as jnp, torch
-    >>> square = custom_op("docs::square", lambda x: jnp.square(x), schema="(Tensor x) -> Tensor")
-    >>> square(torch.tensor([3.0], device="jax")).item()
-    9.0
+    Example:
+        >>> import jax.numpy as jnp, torch
+        >>> square = custom_op("docs::square", lambda x: jnp.square(x), schema="(Tensor x) -> Tensor")
+        >>> square(torch.tensor([3.0], device="jax")).item()
+        9.0
     """
     if function is None:
         return lambda decorated: custom_op(name, decorated, schema=schema)

@@ -51,10 +51,11 @@ def functional(module: nn.Module) -> tuple[dict[str, Array], Apply]:
         the new state; ``train`` is the mode to run in, by default the module's own; ``rng`` is the key random numbers
         come from.
 
-    >>> import jax, jax.numpy as jnp
-    >>> params, apply = functional(nn.Linear(2, 1, bias=False))
-    >>> jax.grad(lambda p: apply(p, jnp.ones((3, 2))).sum())(params)["weight"].tolist()
-    [[3.0, 3.0]]
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> params, apply = functional(nn.Linear(2, 1, bias=False))
+        >>> jax.grad(lambda p: apply(p, jnp.ones((3, 2))).sum())(params)["weight"].tolist()
+        [[3.0, 3.0]]
     """
     apply = Apply(module)
     return apply.to_arrays(dict(module.named_parameters())), apply

@@ -69,12 +69,13 @@ def jax_function(function: Function) -> Function:
         any, results are on "jax". Gradients go through ``jax.vjp``, so ``jax.custom_vjp``, and Pallas kernels with
         one, are respected; gradients of gradients and ``torch.func`` transforms work too.
 
-    >>> import jax.numpy as jnp, torch
-    >>> softplus = jax_function(lambda x, beta=1.0: jnp.logaddexp(beta * x, 0) / beta)
-    >>> x = torch.zeros(2, device="jax", requires_grad=True)
-    >>> softplus(x, beta=2.0).sum().backward()
-    >>> x.grad.tolist()
-    [0.5, 0.5]
+    Example:
+        >>> import jax.numpy as jnp, torch
+        >>> softplus = jax_function(lambda x, beta=1.0: jnp.logaddexp(beta * x, 0) / beta)
+        >>> x = torch.zeros(2, device="jax", requires_grad=True)
+        >>> softplus(x, beta=2.0).sum().backward()
+        >>> x.grad.tolist()
+        [0.5, 0.5]
     """
     calls = TracedCalls(function)
 

@@ -55,10 +55,11 @@ def jax_module(
     Returns:
         A ``JaxModule``, whose ``to_jax()`` gives the trained module, or its variables, back.
 
-    >>> import equinox as eqx, jax
-    >>> linear = jax_module(eqx.nn.Linear(2, 3, key=jax.random.key(0)))
-    >>> [name for name, _ in linear.named_parameters()]
-    ['weight', 'bias']
+    Example:
+        >>> import equinox as eqx, jax
+        >>> linear = jax_module(eqx.nn.Linear(2, 3, key=jax.random.key(0)))
+        >>> [name for name, _ in linear.named_parameters()]
+        ['weight', 'bias']
     """
     adapter = _adapter(module, variables, method, rngs)
     return JaxModule(adapter, type(module).__name__, train_arg, eval_arg, random_in_eval)

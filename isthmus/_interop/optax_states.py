@@ -42,13 +42,14 @@ def to_optax(transformation: Any, model: torch.nn.Module, optimizer: torch.optim
         The transformation's state. Its trees have the model's parameters, nested as ``isthmus.checkpoint.save`` writes
         them: ``{"0": {"weight": ...}}``.
 
-    >>> import optax
-    >>> model = torch.nn.Linear(2, 1).to("jax")
-    >>> adam = torch.optim.Adam(model.parameters())
-    >>> model(torch.ones(1, 2, device="jax")).sum().backward()
-    >>> adam.step()
-    >>> int(to_optax(optax.adam(1e-3), model, adam)[0].count)
-    1
+    Example:
+        >>> import optax
+        >>> model = torch.nn.Linear(2, 1).to("jax")
+        >>> adam = torch.optim.Adam(model.parameters())
+        >>> model(torch.ones(1, 2, device="jax")).sum().backward()
+        >>> adam.step()
+        >>> int(to_optax(optax.adam(1e-3), model, adam)[0].count)
+        1
     """
     optax = importlib.import_module("optax")
     names = {parameter: name for name, parameter in model.named_parameters()}

@@ -57,10 +57,11 @@ def torch_function(function: Function) -> Function:
         A function of arrays, with the further argument ``rng``: the JAX key that random numbers are drawn from, needed
         only by functions that draw some. Results are arrays; values that are no tensors are returned as they are.
 
-    >>> import jax, jax.numpy as jnp, torch
-    >>> f = torch_function(lambda x: torch.relu(x).square().sum())
-    >>> jax.grad(f)(jnp.array([-1.0, 2.0])).tolist()
-    [0.0, 4.0]
+    Example:
+        >>> import jax, jax.numpy as jnp, torch
+        >>> f = torch_function(lambda x: torch.relu(x).square().sum())
+        >>> jax.grad(f)(jnp.array([-1.0, 2.0])).tolist()
+        [0.0, 4.0]
     """
 
     def run(rng: Any, args: Any, kwargs: Any) -> Any:

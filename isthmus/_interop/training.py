@@ -52,13 +52,14 @@ def train_step(
         ``step(*batch)``: the result of ``loss_fn``, detached. With ``accumulate``, scalars are averaged (integers
         added), and other tensors joined along their first dimension.
 
-    >>> model = nn.Linear(2, 1).to("jax")
-    >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> step = train_step(model, lambda model, x: model(x).square().mean(), sgd)
-    >>> x = torch.ones(4, 2, device="jax")
-    >>> first, second = step(x).item(), step(x).item()
-    >>> second < first
-    True
+    Example:
+        >>> model = nn.Linear(2, 1).to("jax")
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> step = train_step(model, lambda model, x: model(x).square().mean(), sgd)
+        >>> x = torch.ones(4, 2, device="jax")
+        >>> first, second = step(x).item(), step(x).item()
+        >>> second < first
+        True
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(

@@ -11,14 +11,15 @@ that then makes an int64 constant or zero gets an int32 one, which does not fit 
 So torch code that JAX traces with the types off becomes one equation, whose parameter is the jaxpr of the whole
 program, and every rule below opens that jaxpr with 64-bit types on::
 
-    >>> f = isthmus.torch_function(lambda x: x[torch.argsort(x)])
-    >>> jax.make_jaxpr(f)(jnp.ones(3))
-    { lambda ; a:f32[3]. let
-        b:f32[3] = isthmus[jaxpr={ lambda ; c:f32[3]. let
-              d:i64[3] = ... sort ... c
-              e:f32[3] = gather ... c d
-            in (e,) }] a
-      in (b,) }
+    Example:
+        >>> f = isthmus.torch_function(lambda x: x[torch.argsort(x)])
+        >>> jax.make_jaxpr(f)(jnp.ones(3))
+        { lambda ; a:f32[3]. let
+            b:f32[3] = isthmus[jaxpr={ lambda ; c:f32[3]. let
+                  d:i64[3] = ... sort ... c
+                  e:f32[3] = gather ... c d
+                in (e,) }] a
+          in (b,) }
 
 Operands and results of the equation have no 64-bit types, so the program around it needs none: ``torch_functions.py``,
 the only caller of ``call``, converts results (``NARROW``). With the user's 64-bit types on, torch code is traced into

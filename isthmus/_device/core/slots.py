@@ -14,7 +14,7 @@ from isthmus._device.core import strided
 from isthmus._graph.arguments import NUMBERS
 from isthmus._graph.layout import Spec, contiguous_strides, is_dense, storage_order, storage_shape
 from isthmus._ops.common import Number, cast
-from isthmus._ops.tensors.reinterpret import reinterpret
+from isthmus._ops.tensors.views import reinterpret
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
 from isthmus.errors import LoweringError
 
