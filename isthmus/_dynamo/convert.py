@@ -165,7 +165,7 @@ class Conversion:
         own = op in OWN and OWN[op] is on_device
         if own or (lowering is None and op not in VIEWS and op not in RULES):
             return self._on_device(fx, op, arguments)
-        if lowering is not None and lowering.size is not None:
+        if lowering is not None and lowering.size is not None and op not in RULES:
             raise Unsupported(f"{op} has no lowering with sizes known beforehand")
         return self._call(fx, op, arguments)
 

@@ -205,6 +205,6 @@ def test_functions_run_outside_of_programs_too(dtype):
     wanted = gradient(lambda x, y: F.cross_entropy(x, y), "cpu", x, y)[1]
     one, count = torch.ones((), dtype=dtype), torch.tensor(4, dtype=dtype)
     found = torch.ops.isthmus.cross_entropy_gradient(
-        x, largest, total, 1, dtype, one, y, None, 1, -100, count
+        x, largest, total, 1, dtype, dtype, one, y, None, 1, -100, count
     )
     torch.testing.assert_close(found, wanted)

@@ -3,7 +3,8 @@
 torch saves the result of ``log_softmax`` for backward: a float32 number for every class of every token, written once
 and read once. For a language model that is the largest tensor of the step. The loss itself reads one element a row, so
 if backward does not need the result, XLA never writes it. Saved instead are the logits, which a matrix product wrote in
-half precision, and two numbers a row: the largest logit and the logarithm of the row's sum.
+half precision, and two numbers a row: the largest logit and the logarithm of the row's sum. Backward computes the
+result again and rounds it as forward did, so gradients are those of the unchanged graph.
 
 The pass replaces
 
@@ -34,12 +35,14 @@ _library.define(
     "log_softmax_with_sums(Tensor self, int dim, bool half_to_float) -> (Tensor, Tensor, Tensor)", tags=_TAGS
 )
 _library.define(
-    "log_softmax_gradient(Tensor self, Tensor largest, Tensor total, int dim, ScalarType dtype, Tensor grad) -> Tensor",
+    "log_softmax_gradient(Tensor self, Tensor largest, Tensor total, int dim, ScalarType result_dtype, "
+    "ScalarType dtype, Tensor grad) -> Tensor",
     tags=_TAGS,
 )
 _library.define(
-    "cross_entropy_gradient(Tensor self, Tensor largest, Tensor total, int dim, ScalarType dtype, Tensor grad, "
-    "Tensor target, Tensor? weight, int reduction, SymInt ignore_index, Tensor total_weight) -> Tensor",
+    "cross_entropy_gradient(Tensor self, Tensor largest, Tensor total, int dim, ScalarType result_dtype, "
+    "ScalarType dtype, Tensor grad, Tensor target, Tensor? weight, int reduction, SymInt ignore_index, "
+    "Tensor total_weight) -> Tensor",
     tags=_TAGS,
 )
 
@@ -53,10 +56,16 @@ def _with_sums(self: Tensor, dim: int, half_to_float: bool) -> tuple[Tensor, Ten
 
 
 def _gradient(
-    self: Tensor, largest: Tensor, total: Tensor, dim: int, dtype: torch.dtype, grad: Tensor
+    self: Tensor,
+    largest: Tensor,
+    total: Tensor,
+    dim: int,
+    result_dtype: torch.dtype,
+    dtype: torch.dtype,
+    grad: Tensor,
 ) -> Tensor:
-    """Return the gradient of log-softmax for its input."""
-    likelihood = (_wide(self) - largest - total).exp()
+    """Return the gradient of log-softmax for its input; its result, were it saved, had ``result_dtype``."""
+    likelihood = (_wide(self) - largest - total).to(result_dtype).to(largest.dtype).exp()
     wide = grad.to(likelihood.dtype)
     return (wide - likelihood * wide.sum(dim, keepdim=True)).to(dtype)
 
@@ -66,6 +75,7 @@ def _loss_gradient(
     largest: Tensor,
     total: Tensor,
     dim: int,
+    result_dtype: torch.dtype,
     dtype: torch.dtype,
     grad: Tensor,
     target: Tensor,
@@ -78,7 +88,7 @@ def _loss_gradient(
     backward = _NLL_BACKWARD[self.dim() > 2]
     wide = self.to(dtype)
     of_loss = backward(grad, wide, target, weight, reduction, ignore_index, total_weight)
-    return _gradient(self, largest, total, dim, dtype, of_loss)
+    return _gradient(self, largest, total, dim, result_dtype, dtype, of_loss)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -147,9 +157,10 @@ def _replaced(call: Call, grad: Node, whole: Node) -> Node:
     _, largest, total = whole.results
     assert largest is not None
     assert total is not None
+    assert whole.types[0] is not None
     inputs = [_before_cast(whole.inputs[0]), largest, total]
     named = {"self": Input(0), "largest": Input(1), "total": Input(2), "dim": dim}
-    named |= {"dtype": arguments["input_dtype"]}
+    named |= {"result_dtype": whole.types[0].dtype, "dtype": arguments["input_dtype"]}
     # A loss over classes: the gradient of each row is zero but for its target's.
     of_loss = isinstance(grad.call, Call) and grad.call.op in _NLL_BACKWARD
     if not of_loss or dim != min(1, len(result.size) - 1):

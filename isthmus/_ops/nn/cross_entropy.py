@@ -26,11 +26,12 @@ def log_softmax_with_sums(self: Array, dim: int, half_to_float: bool) -> tuple[A
 
 @lowering(GRADIENT)
 def log_softmax_gradient(
-    self: Array, largest: Array, total: Array, dim: int, dtype: Any, grad: Array
+    self: Array, largest: Array, total: Array, dim: int, result_dtype: Any, dtype: Any, grad: Array
 ) -> Array:
     """The gradient of log-softmax for its input."""
     wide = cast(grad, largest.dtype)
-    return cast(wide - _likelihood(self, largest, total) * wide.sum(dim, keepdims=True), dtype)
+    likelihood = _likelihood(self, largest, total, result_dtype)
+    return cast(wide - likelihood * wide.sum(dim, keepdims=True), dtype)
 
 
 @lowering(LOSS_GRADIENT)
@@ -39,6 +40,7 @@ def cross_entropy_gradient(
     largest: Array,
     total: Array,
     dim: int,
+    result_dtype: Any,
     dtype: Any,
     grad: Array,
     target: Array,
@@ -51,8 +53,10 @@ def cross_entropy_gradient(
     # A row's gradient is zero but for its target's, so that one is the row's sum.
     hit, each = nll_gradient(grad, self, target, weight, reduction, ignore_index, total_weight)
     of_loss = jnp.where(hit, each, jnp.zeros((), each.dtype))
-    return cast(of_loss - _likelihood(self, largest, total) * each, dtype)
+    return cast(of_loss - _likelihood(self, largest, total, result_dtype) * each, dtype)
 
 
-def _likelihood(x: Array, largest: Array, total: Array) -> Array:
-    return jnp.exp(cast(x, largest.dtype) - largest - total)
+def _likelihood(x: Array, largest: Array, total: Array, result_dtype: Any) -> Array:
+    """The exponential of log-softmax, rounded as its result in forward was."""
+    result = cast(cast(x, largest.dtype) - largest - total, result_dtype)
+    return jnp.exp(cast(result, largest.dtype))
