@@ -23,13 +23,13 @@ class Generations:
         every.add(self)
 
     def find(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return what was made for a key that is not young: one that is old is young again, or a new one."""
-        found = self.old.pop(key, None)
-        if found is None:
-            found = make()
+        """Return the entry of a key that is not young: an old one, which is young again, or a new one from ``make``."""
+        entry = self.old.pop(key, None)
+        if entry is None:
+            entry = make()
         _make_room()
-        self.young[key] = found
-        return found
+        self.young[key] = entry
+        return entry
 
     def clear(self) -> None:
         """Forget everything."""

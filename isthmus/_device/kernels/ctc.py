@@ -39,8 +39,8 @@ def ctc_loss(
     zero_infinity: bool = False,
 ) -> Any:
     """Compute the loss of each sequence, after torch's own checks of the lengths."""
-    given = (log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
-    infer(_aten._ctc_loss.default, given)
+    arguments = (log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
+    infer(_aten._ctc_loss.default, arguments)
     lengths = (_tensor(input_lengths, log_probs), _tensor(target_lengths, log_probs))
     rows = _rows(targets, target_lengths)
     return kernel_for(_aten._ctc_loss.Tensor)(log_probs, rows, *lengths, blank, zero_infinity)

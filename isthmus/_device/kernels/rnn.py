@@ -31,8 +31,8 @@ def _with_biases(cell: Any) -> Any:
 
 def gru_cell_backward(grad_hy: Tensor, workspace: Tensor, has_bias: bool) -> Any:
     """Run the gradient as if there were biases, and return theirs only if there are."""
-    found = kernel_for(_aten._thnn_fused_gru_cell_backward.default)(grad_hy, workspace, True)
-    return found if has_bias else (*found[:3], None, None)
+    gradients = kernel_for(_aten._thnn_fused_gru_cell_backward.default)(grad_hy, workspace, True)
+    return gradients if has_bias else (*gradients[:3], None, None)
 
 
 KERNELS = {

@@ -46,11 +46,11 @@ def register() -> None:
 
 
 def _warn_of_rival() -> None:
-    found = rival()
-    if found is not None:
+    accelerator = rival()
+    if accelerator is not None:
         warnings.warn(
-            f"device 'jax' takes this process's place for an accelerator: backward() of a {found!r} tensor may "
-            f"now fail inside torch; train on {found!r} in a process that does not import isthmus",
+            f"device 'jax' takes this process's place for an accelerator: backward() of a {accelerator!r} tensor may "
+            f"now fail inside torch; train on {accelerator!r} in a process that does not import isthmus",
             stacklevel=3,
         )
 
@@ -149,7 +149,7 @@ def _unload(before: set[str]) -> None:
 def _check_in_time() -> None:
     """Raise unless autograd knows the device: it counts the devices once, at the process's first backward."""
     if "in time" not in _state:
-        # While torch is still being imported nobody can have called backward.
+        # While torch is still being imported, backward cannot have been called.
         _state["in time"] = _state["with torch"] or _backward_reaches_device()
     if not _state["in time"]:
         raise RegistrationError(
