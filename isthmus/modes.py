@@ -31,6 +31,11 @@ def set_mode(name: str) -> None:
     Other threads keep their modes; ``ISTHMUS_MODE`` is the mode that every thread begins with.
     ``isthmus.config.mode = name`` does the same.
     """
+    _switch(name, "set_mode()")
+
+
+def _switch(name: str, why: str) -> None:
+    """Set this thread's mode; ``why`` is the reason to run what was recorded, where that ends."""
     from isthmus._device.core.mode import current, reason
     from isthmus.errors import ConfigError
 
@@ -45,7 +50,7 @@ def set_mode(name: str) -> None:
     if name == "eager" and leaving:
         from isthmus._device.checks import value_checks
 
-        with reason("set_mode()"):
+        with reason(why):
             sync()
         value_checks.raise_pending()
 
@@ -64,15 +69,18 @@ def begin(name: str) -> None:
 @contextlib.contextmanager
 def lazy() -> Iterator[None]:
     """Record ops inside this block; on leaving it, what was recorded and is still needed has run."""
-    from isthmus._device.core.mode import reason
+    from isthmus._device.core.mode import current
 
     before = mode()
-    set_mode("lazy")
     try:
-        yield
+        try:
+            set_mode("lazy")
+            yield
+        finally:
+            _switch(before, "the end of a lazy block")
     finally:
-        with reason("the end of a lazy block"):
-            set_mode(before)
+        # An interrupt may strike before ``_switch`` has switched, and the thread must not go on recording.
+        current.lazy = before == "lazy"
 
 
 def sync(wait: bool = False) -> None:

@@ -1,8 +1,9 @@
 """Derivatives of ops inside JAX's transformations, where JAX would differentiate their lowerings otherwise than torch.
 
-JAX takes a lowering apart and finds a derivative for each primitive. At kinks, at zero, and for symmetric matrices the
-sum of these is not what torch chose; some lowerings have none. For these ops the derivative is torch's own backward
-formula: as it is linear in the gradient it is given, JAX transposes it for forward mode.
+JAX differentiates a lowering primitive by primitive. At kinks, at zero, and for symmetric matrices the result differs
+from torch's choice; some lowerings have no derivative at all. For these ops (``BY_TORCH``) the derivative is torch's
+own backward formula: it is linear in the incoming gradient, so JAX transposes it for forward mode. ``plan.Builder``
+wraps a tier in ``differentiable`` where buffers hold tracers.
 """
 
 from __future__ import annotations

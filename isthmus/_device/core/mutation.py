@@ -6,7 +6,7 @@ it. ``Mutation`` holds what is special about such calls, ``plan.Builder`` the re
 views in one ``_foreach_add_``) are written one after the other and are one output: a *group*.
 
 Where only the buffer holds the old array, it is donated, so that nothing is copied (``donation.py``). Programs are
-compiled at most twice, with donation and without (``Variants``).
+compiled at most twice, with donation and without (``DonationVariants``).
 
 An ``out=`` of another size is resized. Where it is all of its storage, as ``torch.empty(0)`` is, the result is the new
 storage. Where it is a view, or the storage is longer than the result, the rest of the storage stays: the target gets
@@ -168,7 +168,7 @@ class Mutation:
     def plan(self, builder: Builder, specs: list[Spec], inputs: list[Any]) -> Plan:
         """Return how a call runs: compute, rebind the storages, resize what must be."""
         places = tuple(self.slots[group].index for group in self.order)
-        variants = Variants(builder, places, any(self.resized), inputs)
+        variants = DonationVariants(builder, places, any(self.resized), inputs)
         verify = value_checks.verifier(variants.errors)
         makers = [maker(spec, builder.traced) for spec in specs]
         count, order, resized, locate = len(specs), self.order, self.resized, self.locate
@@ -234,7 +234,7 @@ class Mutation:
 
 
 def _beside_threads(
-    variants: Variants,
+    variants: DonationVariants,
     inputs: list[Any],
     buffers: Sequence[Buffer],
     places: Sequence[int],
@@ -263,7 +263,7 @@ def _beside_threads(
             variants.compile(owned)
 
 
-class Variants:
+class DonationVariants:
     """One program compiled at most twice: with its targets' memory donated, and without."""
 
     def __init__(self, builder: Builder, donated: tuple[int, ...], resized: bool, inputs: list[Any]) -> None:

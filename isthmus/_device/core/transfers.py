@@ -1,4 +1,9 @@
-"""Copies: between "jax" tensors in one executable, to and from others through the host or by DLPack."""
+"""Copies: between "jax" tensors in one executable, to and from other devices through the host or by DLPack.
+
+``copy_``, ``to``, ``cpu``, ``item`` and ``torch.equal`` arrive here (``KERNELS`` at the end). A transfer to the host is
+where deferred errors are raised (``value_checks``) and where a recorded graph runs, so each says why in a
+``mode.reason`` block. ``host_tensors.py`` moves the bytes.
+"""
 
 from __future__ import annotations
 

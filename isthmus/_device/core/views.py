@@ -1,4 +1,9 @@
-"""Views are torch's own: its Meta kernels on our storages; and the ops that give a tensor another layout."""
+"""Views are torch's own: its Meta kernels on our storages; and the ops that give a tensor another layout or storage.
+
+A view computes nothing: torch's Meta kernel of ``view``, ``as_strided`` or ``unfold`` builds a tensor on a storage of
+any device, and the buffer on that storage is shared. ``resize_`` and ``set_`` change a tensor in place;
+a storage that must grow gets a longer array (``_exchange``), recorded like any op in lazy mode.
+"""
 
 from __future__ import annotations
 

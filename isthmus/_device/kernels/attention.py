@@ -1,4 +1,8 @@
-"""Attention's way in: torch picks a kernel by a C++ table a Python device is not in, so we pick here."""
+"""Attention: which calls of ``scaled_dot_product_attention`` run as one op, and the ops around it.
+
+torch picks an attention kernel by a C++ table that a Python device is not in, so the choice is made here: one fused op
+where that computes the same, torch's composite of matmuls and a softmax elsewhere.
+"""
 
 from __future__ import annotations
 

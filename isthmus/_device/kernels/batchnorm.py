@@ -1,4 +1,7 @@
-"""Batch norm: torch's entry point moves the running statistics, though its schema does not say so."""
+"""Batch norm: ``native_batch_norm`` updates the running statistics, though its schema does not say so.
+
+The call is passed to the overload whose schema names what it mutates, so that plans rebind the statistics.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Lazy conjugation and negation: ``conj()`` and the ``imag`` of it only set a bit, and a few ops see it."""
+"""Lazy conjugation and negation: ``conj()``, and the ``imag`` of it, only set a bit on a view.
+
+torch resolves the bit (conjugates for real) before most kernels. The few ops that it hands such tensors to have a
+Conjugate or Negative kernel of torch's; ``resolving`` wraps ours for those.
+"""
 
 from __future__ import annotations
 

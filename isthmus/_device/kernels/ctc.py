@@ -1,4 +1,8 @@
-"""The CTC loss of lengths given as numbers: they enter its program as tensors, so that it serves all lengths."""
+"""The CTC loss of lengths given as numbers: they enter its program as tensors, so that it serves all lengths.
+
+The overload with tensors has the lowering. Targets in one row are laid out one row per sequence, as wide as the
+longest, and that width alone is compiled in.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""New tensors: ``empty`` shares zeros until written, ``arange`` keeps its bounds out of the program."""
+"""New tensors: ``empty``, ``zeros``, ``arange`` and their forms.
+
+``empty`` is zeros, since a JAX array has contents; small zeros are shared between tensors until one is written.
+``arange`` takes its bounds as run-time inputs and is compiled for its length alone. ``out=`` forms make a new tensor
+and copy it.
+"""
 
 from __future__ import annotations
 

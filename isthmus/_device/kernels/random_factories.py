@@ -1,4 +1,8 @@
-"""Random calls whose numbers are run-time inputs: what torch says about them is checked before each call."""
+"""Random calls whose numbers are run-time inputs: torch's conditions on them are checked before each call.
+
+A plan serves every ``std`` and every ``p``, so the numbers cannot be checked when the key is new. The tests here only
+decide whether to ask the CPU (``checks/ask_cpu.py``), whose error is raised; they may ask too often, never too rarely.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Fused RNN cells without biases: torch's Meta kernels know only cells that have them, or none at all."""
+"""Fused RNN cells with one bias or none: torch's Meta kernels know only cells that have both, or none at all.
+
+Zeros stand in for a bias that is not there.
+"""
 
 from __future__ import annotations
 

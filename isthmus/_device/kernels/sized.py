@@ -1,4 +1,9 @@
-"""Ops whose result's size depends on values: one program finds the size, the host reads it, one computes."""
+"""Ops whose result's size depends on values (``nonzero``, ``masked_select``, ``unique``): two programs and a read.
+
+The first program counts (``size`` of the lowering), the host reads the size, and the second is compiled for it. Both
+are cached, so a size that comes back compiles nothing. In lazy mode the read runs the recorded graph; in a JAX trace
+there is no value to read, and the op is refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""What ``import torch`` runs: device, hooks and guard, without JAX; the rest loads with the first tensor."""
+"""What ``import torch`` runs: device, hooks and guard, without JAX; the rest loads with the first tensor.
+
+``register`` (from ``_isthmus_autoload.py``) names torch's one slot for outside devices "jax" and registers a fallback
+kernel for all ops. The first op on the device calls that fallback, ``load`` imports JAX and registers every kernel
+(``kernels/register.py``), and torch finds those from then on. ``load`` does all of it or nothing: a Ctrl-C in the
+middle must not leave half of the kernels behind.
+
+What can go wrong: another package has the slot; torch counts its devices at the process's first backward, so a device
+registered later gets no gradients; a new torch lacks a private name (``_upstream.py`` says which).
+"""
 
 from __future__ import annotations
 
