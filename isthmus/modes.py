@@ -57,6 +57,11 @@ def set_mode(name: str) -> None:
         >>> y.tolist()
         [2.0, 2.0, 2.0]
     """
+    _switch(name, "set_mode()")
+
+
+def _switch(name: str, why: str) -> None:
+    """Set this thread's mode; ``why`` is the reason to run what was recorded, where that ends."""
     from isthmus._device.core.mode import current, reason
 
     wrong = _settings.fault(config.Settings.__dataclass_fields__["mode"], name)
@@ -71,7 +76,7 @@ def set_mode(name: str) -> None:
     if name == "eager" and leaving:
         from isthmus._device.checks import value_checks
 
-        with reason("set_mode()"):
+        with reason(why):
             sync()
         value_checks.raise_pending()
 
@@ -106,15 +111,18 @@ def lazy() -> Iterator[None]:
         >>> y.tolist()
         [7.0, 15.0, 23.0]
     """
-    from isthmus._device.core.mode import reason
+    from isthmus._device.core.mode import current
 
     before = mode()
-    set_mode("lazy")
     try:
-        yield
+        try:
+            set_mode("lazy")
+            yield
+        finally:
+            _switch(before, "the end of a lazy block")
     finally:
-        with reason("the end of a lazy block"):
-            set_mode(before)
+        # An interrupt may strike before ``_switch`` has switched, and the thread must not go on recording.
+        current.lazy = before == "lazy"
 
 
 def sync(wait: bool = False) -> None:

@@ -1,4 +1,17 @@
-"""Conditions that programs return: raised at the call, or at the next host read, as the config says."""
+"""Conditions on values, such as an index in range: a program returns whether they held, the host raises.
+
+XLA cannot raise, and clamps an index that is out of range, so a lowering states what torch would check
+(``_ops/value_checks.require``) and the program returns it. Two forms:
+
+- A program of a single op returns one flag per condition. ``verifier`` reads them at the call where the host need not
+  wait (CPU), or adds them to a list that the next transfer to the host reads (``raise_pending``).
+- A program of a graph returns one integer: the number of the first condition that failed, from 1; 0 is fine. It takes
+  the integer of its last run as an input, so that one failure among many runs is not lost before it is read
+  (``Conditions``).
+
+``isthmus.config.check_indices`` chooses "now", "later" or "off"; "auto" is "now" on the CPU and "later" elsewhere.
+What can go wrong: "later" raises at a line after the wrong call; inside a JAX trace nothing can be raised.
+"""
 
 from __future__ import annotations
 
@@ -17,29 +30,30 @@ from isthmus._runtime.private import is_traced
 _lock = threading.Lock()
 Error = tuple[type[Exception], str]
 Condition = tuple[Any, type[Exception], str]
+# So many unread flags make the older half be read: they are scalars on the device, and must not pile up.
 _LIMIT = 128
-# Flags of single ops, and the numbers of programs that run again and again.
+# Flags of single ops, and the codes of programs that run again and again.
 _pending: list[Condition] = []
 _numbers: dict[Conditions, Any] = {}
 
 
 class Conditions:
-    """What one program requires of its runs.
+    """The conditions of one program that runs again and again.
 
-    A run is given a number and returns one: that of the first condition which failed, in it or in a run before that
-    nobody has looked at; 0 is none. So there is one number to read, however many conditions and runs there were.
+    A run takes a code and returns one: the number of the first condition that failed in it, or in an earlier run whose
+    code was not read; 0 is none. So there is one code to read, however many conditions and runs there were.
     """
 
     def __init__(self) -> None:
         self.errors: Sequence[Error] = ()
 
     def before(self) -> Any:
-        """Return the number for the next run."""
-        found = _numbers.get(self)
-        return _none() if found is None else found
+        """Return the code for the next run."""
+        code = _numbers.get(self)
+        return _none() if code is None else code
 
     def settle(self, number: Any, auto: str) -> None:
-        """Raise for the number a run returned when the config says; ``auto`` is when it leaves that to us."""
+        """Raise for the code of a run now, later or never, as the config says; ``auto`` replaces its "auto"."""
         when = _when(auto)
         if when == "now":
             self.look(number)
@@ -53,20 +67,20 @@ class Conditions:
         if failed:
             raise self.error(failed - 1)
 
-    def error(self, at: int) -> Exception:
-        """Return what to raise for one of the conditions."""
-        error, message = self.errors[at]
+    def error(self, index: int) -> Exception:
+        """Return the exception of one of the conditions."""
+        error, message = self.errors[index]
         return error(message)
 
 
 @functools.cache
 def _none() -> Any:
-    """Return the number that says no condition failed."""
+    """Return the code that says no condition failed."""
     return from_numpy(np.zeros((), np.int32))
 
 
 def auto() -> str:
-    """Return when conditions are looked at if nobody said: at once where the host need not wait for them."""
+    """Return when conditions are read by default: at once where the host need not wait for the device."""
     return "now" if platform() == "cpu" else "later"
 
 
@@ -75,34 +89,34 @@ def _when(auto: str) -> str:
 
 
 def verifier(errors: list[Error]) -> Callable[[Any], None] | None:
-    """Return what to do with the flags of a program that requires these conditions."""
+    """Return a function that takes the flags of a run and raises these errors, None where there are none."""
     if not errors:
         return None
 
     def verify(flags: Any) -> None:
-        found = [(flag, *error) for flag, error in zip(flags, errors, strict=True)]
+        conditions = [(flag, *error) for flag, error in zip(flags, errors, strict=True)]
         when = _when(auto())
         if when == "now":
-            _raise_first(found)
+            _raise_first(conditions)
         elif when == "later":
-            postpone(found)
+            postpone(conditions)
 
     return verify
 
 
 def demand(flag: Any, error: type[Exception], message: str) -> None:
     """Raise unless ``flag`` turns out true, now where the host need not wait for it, else at the next host read."""
-    found = [(flag, error, message)]
+    conditions = [(flag, error, message)]
     if auto() == "now":
-        _raise_first(found)
+        _raise_first(conditions)
     else:
-        postpone(found)
+        postpone(conditions)
 
 
-def postpone(found: list[Condition]) -> None:
-    """Keep conditions for the next host read; of many, look at the older half, which the device has long computed."""
+def postpone(conditions: list[Condition]) -> None:
+    """Keep conditions for the next host read; of many, read the older half, which the device has long computed."""
     with _lock:
-        _pending.extend(found)
+        _pending.extend(conditions)
         due = _pending[: _LIMIT // 2] if len(_pending) > _LIMIT else []
         del _pending[: len(due)]
     for flag, _, _ in due:
@@ -127,8 +141,8 @@ def forget() -> None:
     _numbers.clear()
 
 
-def _raise_first(found: list[Condition]) -> None:
-    for flag, error, message in found:
-        # While JAX traces nothing can be raised: what a wrong call computes is left to the program.
+def _raise_first(conditions: list[Condition]) -> None:
+    for flag, error, message in conditions:
+        # While JAX traces nothing can be raised: a wrong call computes whatever its lowering computes.
         if not is_traced([flag]) and not bool(flag):
             raise error(message)

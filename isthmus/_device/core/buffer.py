@@ -1,4 +1,22 @@
-"""The array belongs to the storage: a Buffer hangs on it, and every view of the storage shares it."""
+"""Buffers: the array behind a storage, and the one place that makes tensors on arrays.
+
+torch knows nothing of JAX arrays. A "jax" tensor is torch's own plain tensor on a storage without memory; a ``Buffer``
+hangs on the storage as a Python attribute. Views share the storage, so they share the buffer, and aliasing is torch's::
+
+    x = torch.zeros(4, 6, device="jax")     # storage -> Buffer(held=array f32[4, 6], signature=f32[4, 6])
+    y = x[1:].t()                           # same storage, other sizes, strides and offset
+    y.add_(1)                               # a program returns the whole new storage; buffer.held = that array
+    x.sum()                                 # reads the new array
+
+The elements of ``held`` in row-major order are the elements of the storage in memory order; the shape is whatever
+makes reading cheap (``_graph/layout.storage_shape``), and ``strided.py`` reads views of it.
+
+``buffer_of`` and ``set_buffer`` are how the package gets at a tensor's buffer. The generated entries (``entry.py``,
+``_dynamo/fast_path.py``) and ``make`` below read the attribute themselves, as a call costs 50 ns.
+
+What can go wrong: a write that sets ``held`` while a marker is there (see ``bind``), and a tensor made without
+``capture.note_own`` while isthmus.jit records, which would take it for an input.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +41,8 @@ Array = Any
 class Signature:
     """Shape and dtype of a buffer's value and whether it is a tracer; interned, so compared by identity.
 
-    ``shrunk`` marks a storage that was made shorter: tensors may show more than it has, so plans made for it look.
+    ``shrunk`` marks a storage that was made shorter: tensors may show more than it has, so its plans check each call.
+    Signatures are never dropped, since keys and guards compare them with ``is``; there are as many as distinct shapes.
     """
 
     __slots__ = ("dtype", "nbytes", "shape", "shrunk", "traced")
@@ -53,10 +72,10 @@ class Signature:
 
 
 class Buffer:
-    """What a storage holds: an array whose elements, in row-major order, are the storage's.
+    """The contents of a storage: an array whose elements, in row-major order, are the storage's.
 
-    In lazy mode ``held`` may be a node that is to be computed, and a ``Rewriting`` while another thread writes;
-    ``value`` is an array always.
+    ``held`` may also be a node that is to be computed (lazy mode), a marker while the array is elsewhere
+    (``donation.MARKERS``), or ``Lost``; ``value`` is always an array.
     """
 
     __slots__ = ("__weakref__", "held", "recorder", "signature")
@@ -99,13 +118,13 @@ class Buffer:
 
 
 class Lost:
-    """What a buffer holds whose program failed."""
+    """Held by a buffer whose program failed after the old array was donated: there is nothing left to read."""
 
     def __init__(self, cause: BaseException) -> None:
         self.cause = cause
 
     def error(self) -> Exception:
-        """Return what to raise for a read."""
+        """Return the exception for a read."""
         return IsthmusError(f"this tensor was never computed, because its program failed: {self.cause}")
 
 

@@ -1,4 +1,9 @@
-"""The tier between a lowering and the CPU: torch's own decomposition of an op, traced into one program."""
+"""The tier between a lowering and the CPU: torch's own decomposition of an op, traced into one program.
+
+``torch._decomp`` has Python functions for ops in terms of simpler ones. Such a function is called on "jax" tensors that
+hold tracers, so that its ops run by their lowerings and become part of one program. It cannot read a value, and an op
+whose decomposition calls the op itself is refused.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Derivatives of ops inside JAX's transformations, where JAX would differentiate their lowerings otherwise than torch.
 
-JAX takes a lowering apart and finds a derivative for each primitive. At kinks, at zero, and for symmetric matrices the
-sum of these is not what torch chose; some lowerings have none. For these ops the derivative is torch's own backward
-formula: as it is linear in the gradient it is given, JAX transposes it for forward mode.
+JAX differentiates a lowering primitive by primitive. At kinks, at zero, and for symmetric matrices the result differs
+from torch's choice; some lowerings have no derivative at all. For these ops (``BY_TORCH``) the derivative is torch's
+own backward formula: it is linear in the incoming gradient, so JAX transposes it for forward mode. ``plan.Builder``
+wraps a tier in ``differentiable`` where buffers hold tracers.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ _NEEDED = {aten._linalg_eigh.default: {"compute_v": True}}
 
 
 def differentiable(op: OpOverload, tier: Tier) -> Tier:
-    """Return what computes an op on tracers, with torch's derivative where JAX's would be another."""
+    """Return a function that computes an op on tracers, with torch's derivative where JAX's would differ."""
     if op not in BY_TORCH and op not in REVERSE_ONLY:
         return tier
 
@@ -105,14 +106,14 @@ class Call:
     def __init__(self, op: OpOverload, tier: Tier, arguments: dict[str, Any]) -> None:
         self.op, self.tier = op, tier
         self.leaves, self.spec = jax.tree.flatten(arguments)
-        self.at = [n for n, leaf in enumerate(self.leaves) if isinstance(leaf, jax.Array)]
+        self.array_places = [n for n, leaf in enumerate(self.leaves) if isinstance(leaf, jax.Array)]
         numbers = [leaf.value for leaf in self.leaves if isinstance(leaf, Number)]
-        # A program of our own, whose numbers are inputs: nobody differentiates it.
+        # A program of our own, whose numbers are inputs: it is not differentiated.
         self.is_fixed = any(isinstance(value, jax.core.Tracer) for value in numbers)
 
     def run(self) -> list[Array]:
         """Return the results."""
-        results, conditions = self._differentiable()(*[self.leaves[n] for n in self.at])
+        results, conditions = self._differentiable()(*[self.leaves[n] for n in self.array_places])
         for flag, error in zip(conditions.flags, conditions.errors, strict=True):
             require(flag, *error)
         return results
@@ -137,7 +138,7 @@ class Call:
     ) -> dict[str, Any]:
         """Return the arguments with other values for the arrays, and what a function makes of the rest."""
         leaves = [leaf(value) for value in self.leaves]
-        for n, value in zip(self.at, values, strict=True):
+        for n, value in zip(self.array_places, values, strict=True):
             leaves[n] = value
         return jax.tree.unflatten(self.spec, leaves)
 
@@ -163,18 +164,20 @@ class Call:
         given, _ = cotangents
         varying = [n for n, primal in enumerate(primals) if _varies(primal)]
         outs = [n for n, g in enumerate(given) if g is not None and g.dtype != jax.dtypes.float0]
-        found = dict(zip(varying, self._pull(primals, varying, outs, [given[n] for n in outs]), strict=True))
-        return tuple([found.get(n) for n in range(len(primals))])
+        gradients = dict(
+            zip(varying, self._pull(primals, varying, outs, [given[n] for n in outs]), strict=True)
+        )
+        return tuple([gradients.get(n) for n in range(len(primals))])
 
     def _pull(
         self, primals: Sequence[Array], varying: list[int], outs: list[int], given: Sequence[Array]
     ) -> list[Array]:
         """Return the gradients of arrays by torch's formula, given those of results."""
         tensors = [wrap(primal) for primal in primals]
-        wanted = [tensors[n].requires_grad_() for n in varying]
+        inputs = [tensors[n].requires_grad_() for n in varying]
         arguments = self._arguments(tensors, _for_torch) | _NEEDED.get(self.op, {})
         args, kwargs = schema_of(self.op).split(schema_of(self.op).ordered((), arguments))
-        with _recording(), linear(), collecting():  # what the op requires has been looked at
+        with _recording(), linear(), collecting():  # what the op requires has been checked
             results = flatten(self.op(*args, **kwargs))
             pairs = [
                 (results[n], wrap(conjugated(g)))
@@ -184,10 +187,10 @@ class Call:
             if not pairs:
                 return [jnp.zeros_like(primals[n]) for n in varying]
             ends, gradients = zip(*pairs, strict=True)
-            found = torch.autograd.grad(ends, wanted, gradients, allow_unused=True)
+            pulled = torch.autograd.grad(ends, inputs, gradients, allow_unused=True)
         return [
             jnp.zeros_like(primals[n]) if g is None else conjugated(to_arrays(g))
-            for n, g in zip(varying, found, strict=True)
+            for n, g in zip(varying, pulled, strict=True)
         ]
 
 

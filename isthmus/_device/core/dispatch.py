@@ -1,8 +1,19 @@
 """The path from a torch call to an executable: start reading here.
 
-A kernel's entry (``entry.py``) turns a call into a key (layouts, dtypes, static arguments) and a list of
-run-time inputs (arrays, numbers, offsets). The key finds a plan; the plan runs one executable and wraps its
-results. All schema work, shape inference and compilation happen once, in ``build.py``, when a key is new.
+torch's dispatcher calls one ``Kernel`` per ATen overload (``kernels/register.py`` registers them). A kernel's entry
+(``entry.py``) turns the call into a *key*, all that the program depends on, and *inputs*, all that it does not::
+
+    torch.add(x, 2.5)          # x: float32[8, 8], contiguous
+    key    = (float32, (signature of x's buffer, float32, (8, 8), (8, 1), False), float, ABSENT)
+             # torch's default dtype; x's layout and whether it has an offset; the type of the number; alpha
+    inputs = [x's array, 2.5 as an array]
+
+The key finds a *plan*, a closure that runs one executable on the inputs and wraps the results, in a plain dict: that
+is the whole path of a call seen before. For a new key ``plan.py`` asks torch for shapes (``inference.py``), the CPU
+for refusals (``checks/ask_cpu.py``), and compiles.
+
+What can go wrong: an input is a marker because its array is elsewhere (``donation.py``), and the entry runs again; XLA
+fails to compile for a passing reason, and ``_until_next_try`` compiles again later; a fork lost JAX's threads.
 """
 
 from __future__ import annotations
@@ -38,9 +49,9 @@ class Kernel:
         self.generations = Generations()
         self.plans: dict[tuple[Any, ...], Plan] = self.generations.young
         self.recipes: dict[tuple[Any, ...], Plan] = {}
-        self.failures: dict[
-            tuple[Any, ...], int
-        ] = {}  # how often a key failed to compile in a way that may pass
+        # How often each key failed to compile for a reason that may pass.
+        self.failures: dict[tuple[Any, ...], int] = {}
+        # ``plans`` is the dict itself, not looked up through ``generations``: entries bind it by name.
         tensors = {a.name for a in self.schema.arguments if a.kind in ("tensor", "tensors")}
         # A decomposition and the CPU need numbers as they are, so without a lowering they are static.
         dynamic = set() if lowering is None else lowering.dynamic | tensors
@@ -72,7 +83,7 @@ class Kernel:
     def _until_next_try(self, key: tuple[Any, ...], plan: Plan) -> Plan:
         """Return the plan of calls that could not be compiled; after the next 0, 1, 3, 7, ... of them it is dropped.
 
-        So a failure that passes costs one call, and one that does not pass costs few compilations.
+        So a failure that passes costs one call on the CPU, and one that stays costs few compilations.
         """
         left = 2 ** self.failures.get(key, 0) - 1
         self.failures[key] = self.failures.get(key, 0) + 1
@@ -96,12 +107,13 @@ def kernel_for(op: OpOverload | Missing) -> Callable[..., Any]:
     """Return the function that runs ``op`` by its lowering or a lower tier; of a missing op, one that says so."""
     if isinstance(op, Missing):
         return _missing(op)
-    found = _kernels.get(op)
-    if found is None:
+    kernel = _kernels.get(op)
+    if kernel is None:
         lowering = lowering_of(functional_of(op) or op)
         sized = lowering is not None and lowering.size is not None
-        found = _kernels.setdefault(op, SizedKernel(op) if sized else Kernel(op))
-    return found.entry
+        # setdefault: two threads may get here at once, and both must use one kernel's plans.
+        kernel = _kernels.setdefault(op, SizedKernel(op) if sized else Kernel(op))
+    return kernel.entry
 
 
 def _missing(op: Missing) -> Callable[..., Any]:

@@ -1,21 +1,25 @@
-"""Donation: a program that overwrites the memory of its inputs, without losing them and without being seen at it.
+"""Donation: programs that overwrite the memory of their inputs, and what keeps the data safe meanwhile.
 
-A write such as ``x.add_(1)`` runs a program that takes x's array and returns a new one. Where nobody else holds that
-array it is *donated*: XLA puts the result into its memory, and the array is deleted. From then on, until the result is
-bound to its buffer, the only copy of x is a value that this process has not stored yet. Three things could lose it:
+A write such as ``x.add_(1)`` runs a program that takes x's array and returns a new one. Where only x's buffer holds
+that array it is *donated*: XLA puts the result into its memory, and the array is deleted. From then on, until the
+result is bound to the buffer, the only copy of x is a value that this process has not stored yet. Eager plans
+(``mutation.py``), lazy graphs, isthmus.jit and compiled graphs all run their programs through ``run``, which handles
+the three things that could lose the value:
 
 1. **An exception in between**: Ctrl-C, a signal handler or a debugger that raises. CPython runs signal handlers between
    bytecodes, after a call among others, so ``outputs = call(*inputs)`` may raise when the program has run and before
    ``outputs`` is set. ``run`` therefore lets an iterator make the call (unpacking has no such point after it), and
    whatever is raised afterwards, ``commit`` is done before it goes on.
-2. **Another thread** that reads the array between the look at its reference count and the donation, or that writes to
-   the same storage: one of two writes would be lost. While other threads exist, whoever rewrites buffers holds ``lock``
-   and leaves a ``Rewriting`` in them; readers who find one wait for the lock and read again.
-3. **A failure of the run**: XLA deletes what was donated even if it then finds no memory to run in. Such arrays are
-   gone, and reading them raises an error that says why.
+2. **Another thread** that reads the array between the check of its reference count and the donation, or that writes to
+   the same storage: one of two writes would be lost. While other threads exist, a thread that rewrites buffers holds
+   ``lock`` and leaves a ``Rewriting`` in them *before* it counts references; a reader that finds one waits for the lock
+   and reads again.
+3. **A failure of the run**: XLA deletes donated arrays even if it then finds no memory to run in. Reading such a buffer
+   raises an error that names the failure (``buffer.Lost``).
 
-Who may be overwritten is decided by reference counts: ``OWNED`` references are those of a buffer, of the list of
-inputs and of the function that counts. It is measured, not written down, since it depends on the interpreter.
+Whether an array may be overwritten is decided by its reference count: ``OWNED`` are the references of a buffer, of the
+list of inputs and of the function that counts. It is measured at import, since it depends on the interpreter. A local
+variable that holds the array while it is counted makes a donation silently a copy, so functions here take lists.
 """
 
 from __future__ import annotations
@@ -38,11 +42,11 @@ Array = Any
 _ATTEMPTS = 16
 
 lock = threading.RLock()
-"""Held while a program runs on state it keeps, and by whoever rewrites buffers while other threads exist."""
+"""Held while a program runs on its resident state, and by a thread that rewrites buffers beside other threads."""
 
 
 def _measured() -> int:
-    """Return what ``sys.getrefcount`` says of an array that one buffer and one list hold."""
+    """Return ``sys.getrefcount`` of an array that one buffer and one list hold."""
     held = [object()]
     inputs = [held[0]]
     return sys.getrefcount(inputs[0])
@@ -60,15 +64,15 @@ Autograd's device threads do not count: they run while the thread that called ba
 
 
 class Rewriting:
-    """What a buffer holds while another thread rewrites it: the inputs of that program, and which of them it is.
+    """A buffer holds this while a program rewrites its array: the inputs of that program, and which of them it is.
 
-    It keeps no reference to the array itself, whose count decides whether it is donated.
+    It has no reference to the array itself, whose count decides whether it is donated.
     """
 
-    __slots__ = ("at", "inputs")
+    __slots__ = ("index", "inputs")
 
-    def __init__(self, inputs: list[Array], at: int) -> None:
-        self.inputs, self.at = inputs, at
+    def __init__(self, inputs: list[Array], index: int) -> None:
+        self.inputs, self.index = inputs, index
 
 
 class Resident:
@@ -92,14 +96,14 @@ now and then: JAX raises a TypeError for a marker, the entry asks ``is_unready``
 
 
 def settled(buffer: Any) -> Array:
-    """Return what a buffer holds, an array or a node, once its array is back."""
+    """Return the array or node that a buffer holds, once any marker in it is gone."""
     with lock:
         while type(buffer.held) in MARKERS:
             held = buffer.held
             if type(held) is Rewriting:
                 # No other thread has the lock, so either an interrupt left this behind, or a signal handler asks in
                 # the thread that rewrites the buffer, which binds its result in any case.
-                buffer.held = held.inputs[held.at]
+                buffer.held = held.inputs[held.index]
             else:
                 held.residence.give_back()
                 if buffer.held is held:
@@ -116,40 +120,42 @@ _UNREADY = frozenset({Node, *MARKERS})
 
 
 def hide(buffers: Sequence[Any], inputs: list[Array], places: Sequence[int]) -> None:
-    """Read buffers into their places among the inputs and let other threads wait for them; needs the lock."""
-    for buffer, at in zip(buffers, places, strict=True):
+    """Read buffers into their places among the inputs and leave markers in them; the caller holds the lock."""
+    for buffer, index in zip(buffers, places, strict=True):
         held = buffer.held
-        inputs[at] = held.inputs[held.at] if type(held) is Rewriting else held
-        buffer.held = Rewriting(inputs, at)
+        inputs[index] = held.inputs[held.index] if type(held) is Rewriting else held
+        buffer.held = Rewriting(inputs, index)
 
 
 def show(buffers: Sequence[Any], inputs: list[Array], places: Sequence[int]) -> None:
-    """Give buffers that are still hidden their arrays back: their program did not run."""
-    for buffer, at in zip(buffers, places, strict=True):
+    """Undo ``hide`` for buffers that still hold their marker: the program did not run."""
+    for buffer, index in zip(buffers, places, strict=True):
         if type(buffer.held) is Rewriting:
-            buffer.held = inputs[at]
+            buffer.held = inputs[index]
 
 
 def is_owned(inputs: list[Array], places: Sequence[int], hidden: bool = False) -> bool:
-    """Return whether nobody but their buffers, unless those are hidden, and this list holds the arrays."""
+    """Return whether only their buffers, unless those are hidden, and this list hold the arrays."""
     owned = OWNED - hidden
-    # Not in a function of the array: how often a call counts its arguments depends on who runs Python's frames.
-    return all([sys.getrefcount(inputs[at]) == owned for at in places])
+    # Not in a function of the array: how often a call counts its arguments depends on what runs Python's frames
+    # (CPython's own loop, or Dynamo's).
+    return all([sys.getrefcount(inputs[index]) == owned for index in places])
 
 
 def own(inputs: list[Array], places: Sequence[int] | None = None, hidden: bool = False) -> list[Array]:
-    """Return the inputs with copies of those arrays, at these places or all, that somebody else holds."""
+    """Replace arrays at these places, or all, that something else holds by copies; return the same list."""
     owned = OWNED - hidden
-    for at in range(len(inputs)) if places is None else places:
-        if sys.getrefcount(inputs[at]) != owned:
-            inputs[at] = copied(inputs[at])
+    for index in range(len(inputs)) if places is None else places:
+        if sys.getrefcount(inputs[index]) != owned:
+            inputs[index] = copied(inputs[index])
     return inputs
 
 
 def take(inputs: list[Array], places: Sequence[int], buffers: Sequence[Any]) -> Callable[[], None] | None:
-    """Make the arrays at these places, read from these buffers, ours to donate; return how to undo that.
+    """Make the arrays at these places, read from these buffers, safe to donate; return a function that undoes it.
 
-    Needs the lock. Other threads wait for the buffers from here on, and arrays that somebody else holds are copied.
+    The caller holds the lock. Other threads wait for the buffers from here on, and arrays that something else holds are
+    copied.
     """
     if not threaded():
         own(inputs, places)

@@ -1,4 +1,9 @@
-"""The CPU is the net under every op: counted, warned about once, or refused, as the config says."""
+"""The last tier: an op that nothing lowers runs with ATen on the CPU; counted, warned about once, or refused.
+
+Tensors cross to the host, the op runs there, results and written targets come back. ``plan.py`` makes such a plan where
+there is no lowering and no decomposition, or where XLA could not compile one. ``isthmus.config.fallback`` is "warn",
+"cpu" (silent) or "error".
+"""
 
 from __future__ import annotations
 

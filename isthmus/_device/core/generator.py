@@ -1,4 +1,14 @@
-"""Random numbers: a generator is (seed, offset), each random op takes the next offset as a run-time input."""
+"""Random numbers: a generator is (seed, offset), and each random op takes the next offset as a run-time input.
+
+``torch.manual_seed(3)`` sets (3, 0); ``torch.rand(2, device="jax")`` then draws (3, 0) and leaves (3, 1). The two
+64-bit numbers enter a program as four 32-bit words, so one program serves every seed and every draw, and
+``random_key`` turns them into a JAX key inside it. A compiled graph draws once and numbers its random nodes from there,
+so that it has the numbers that eager has.
+
+``entry.py`` draws for eager ops, ``_lazy/trace.py`` for recorded ones, ``_dynamo/random.py`` for compiled graphs;
+``torch_jax.py`` is ``torch.jax``'s face of it. While JAX traces torch code, ops on that thread draw from the key the
+user passed instead (``drawing_from``). ``import torch`` loads this file, so it imports no JAX.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +24,25 @@ _lock = threading.Lock()
 _MASK = 0xFFFFFFFF
 
 
-class State:
+class GeneratorState:
     """The seed and how many random ops have drawn from it."""
 
     def __init__(self, seed: int) -> None:
         self.seed, self.offset = seed, 0
 
 
-default = State(0)
+default = GeneratorState(0)
 
 
-class Own(threading.local):
-    """What random ops on this thread draw from in place of the generator: a function of the offset."""
+class ScopedGenerator(threading.local):
+    """What random ops of this thread draw from in place of the generator: ``words``, a function of the offset."""
 
     words: Callable[[int], Any] | None = None
     is_traced = False
     offset = 0
 
 
-own = Own()
+own = ScopedGenerator()
 
 
 def manual_seed(seed: int) -> None:
@@ -56,7 +66,7 @@ def advance(count: int) -> tuple[int, int]:
 
 
 def words(start: tuple[int, int], step: int) -> np.ndarray[Any, Any]:
-    """Return as four 32-bit words what is drawn ``step`` offsets after ``start``."""
+    """Return the (seed, offset) that is ``step`` offsets after ``start``, as four 32-bit words."""
     seed, offset = start[0], start[1] + step
     return np.array([seed >> 32, seed & _MASK, offset >> 32, offset & _MASK], np.uint32)
 

@@ -69,14 +69,14 @@ def cuda_from_array(array: Any, dtype: torch.dtype) -> torch.Tensor | None:
 
 
 def shown_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what a "jax" tensor shows as a view of a CPU copy of its storage: this takes no program."""
+    """Return a "jax" tensor as the same view of a CPU copy of its storage, without running a program."""
     array = contents(tensor.untyped_storage()).value
     storage = cpu_from_array(array, to_torch_dtype(array.dtype)).reshape(-1).clone().view(tensor.dtype)
     return storage.as_strided(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
 
 def write_through_cpu(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Write CPU ``values`` to what a "jax" tensor shows by exchanging its storage: this takes no program."""
+    """Write CPU ``values`` to a "jax" tensor by exchanging its whole storage, without running a program."""
     buffer = contents(tensor.untyped_storage())
     array = buffer.value
     shown = shown_on_cpu(tensor)
@@ -86,7 +86,7 @@ def write_through_cpu(tensor: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def copied(array: Any) -> Any:
-    """Return the same elements in memory of their own, for somebody who may write to it."""
+    """Return a copy of an array, for a program or library that may write to its memory."""
     with scoped_x64():
         return jnp.array(array, copy=True)
 

@@ -1,4 +1,16 @@
-"""Shape, dtype, strides and errors of a call, from torch's own Meta kernels: asked once per signature."""
+"""Shape, dtype, strides and errors of a call, from torch's own Meta kernels: asked once per key.
+
+torch has a kernel for tensors without memory (device "meta") for nearly every op. It computes the result's layout and
+raises for arguments that do not fit, so neither is written again in lowerings::
+
+    infer(aten.mm.default, (x, y))     # -> (meta tensor of the result, the arguments on meta), or RuntimeError
+
+``plan.py`` asks for each new key and checks its lowering against the answer; ``kernels/ctc.py`` asks for the checks
+alone. For ``out=`` and in-place forms the arguments come back changed, which tells how torch resizes a target.
+
+What can go wrong: an op without a Meta kernel (``infer`` returns None, and the lowering decides), Meta kernels that
+accept what the CPU refuses (``checks/ask_cpu.py``), and results with strides that no real kernel gives (``_dense``).
+"""
 
 from __future__ import annotations
 
@@ -20,13 +32,17 @@ from isthmus._graph.schema import ABSENT, schema_of
 META_DEVICE = torch.device("meta")
 Result = TypeVar("Result")
 Warnings = list[tuple[type[Warning], str]]
-# For warnings of this module. The list is changed in place, since what announces a change makes Python forget too.
+# A filter for warnings of this module. ``recorded`` puts it into Python's list itself: ``warnings.filterwarnings``
+# would also empty every module's registry, and Python would show old warnings again.
 _HEARD = ("always", None, Warning, re.compile(re.escape(__name__) + r"\Z"), 0)
 _CELL = torch.zeros(1, device="cpu")
 
 
 class Shadow:
-    """Meta tensors that stand for the "jax" tensors of one call, sharing storage where those do."""
+    """Replaces the "jax" tensors of one call by Meta tensors of the same layout.
+
+    With ``share``, tensors on one storage become views of one Meta tensor, so that torch sees which ones overlap.
+    """
 
     def __init__(self, share: bool) -> None:
         self._bases: dict[tuple[int, torch.dtype], torch.Tensor] | None = {} if share else None
@@ -68,7 +84,7 @@ def infer(
 
 
 def of_functional(op: OpOverload, functional: OpOverload, values: tuple[Any, ...]) -> list[Spec | None]:
-    """Return the specs of what the functional form of an ``out=`` op gives for these arguments, if it is known."""
+    """Return the specs of the results of an ``out=`` op's functional form, [] if torch cannot infer them."""
     if functional is op:
         return []
     named = schema_of(op).named(values)
@@ -76,10 +92,10 @@ def of_functional(op: OpOverload, functional: OpOverload, values: tuple[Any, ...
     if any(a.name not in named for a in arguments if not a.has_default):
         return []
     try:
-        found = infer(functional, tuple(named.get(a.name, ABSENT) for a in arguments))
+        inferred = infer(functional, tuple(named.get(a.name, ABSENT) for a in arguments))
     except Exception:
         return []
-    return [] if found is None else specs(found[0])
+    return [] if inferred is None else specs(inferred[0])
 
 
 def _has_scalars(op: OpOverload, values: tuple[Any, ...]) -> bool:
@@ -101,8 +117,8 @@ def _infer(
     shadow = Shadow(share)
     with torch.no_grad(), below_autograd():
         shadows = tuple(shadow(value) for value in values)
-        given = numbers_as_tensors(op, shadows)
-        args, kwargs = schema_of(op).split(given if moved is None else tuple(map(moved, given)))
+        arguments = numbers_as_tensors(op, shadows)
+        args, kwargs = schema_of(op).split(arguments if moved is None else tuple(map(moved, arguments)))
         try:
             return op(*args, **kwargs), shadows
         except NotImplementedError:
@@ -110,7 +126,7 @@ def _infer(
 
 
 def recorded(function: Callable[[], Result]) -> tuple[Result, Warnings]:
-    """Return what a function returns, and the warnings of torch's that it would give.
+    """Return the result of a function, and the warnings of torch's C++ that it gives, which are not shown.
 
     torch hands warnings to Python where the outermost call of its bindings ends. ``apply_`` is such a call around the
     function, so they arrive here, with this file's name. ``warnings.catch_warnings`` would make Python show old
@@ -183,8 +199,8 @@ def skeleton(result: Any) -> Any:
     return type(result)(skeleton(item) for item in result) if isinstance(result, (list, tuple)) else None
 
 
-def nest(shape: Any, found: Iterator[Any]) -> Any:
-    """Return the next items of ``found`` in a structure that ``skeleton`` returned."""
+def nest(shape: Any, leaves: Iterator[Any]) -> Any:
+    """Return the next ``leaves`` in a structure that ``skeleton`` returned."""
     if isinstance(shape, (list, tuple)):
-        return type(shape)(nest(item, found) for item in shape)
-    return next(found)
+        return type(shape)(nest(item, leaves) for item in shape)
+    return next(leaves)

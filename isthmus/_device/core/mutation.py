@@ -1,10 +1,22 @@
 """Mutation rebinds a buffer: in-place and ``out=`` calls compute functionally, then their storages get new values.
 
+JAX arrays never change, so ``x[1].add_(y)`` is a program that takes x's whole storage, computes ``x[1] + y`` by the
+lowering of ``aten.add``, writes it through the view's strides, and returns the new storage; x's buffer is then bound to
+it. ``Mutation`` holds what is special about such calls, ``plan.Builder`` the rest. Targets on one storage (two
+views in one ``_foreach_add_``) are written one after the other and are one output: a *group*.
+
+Where only the buffer holds the old array, it is donated, so that nothing is copied (``donation.py``). Programs are
+compiled at most twice, with donation and without (``DonationVariants``).
+
 An ``out=`` of another size is resized. Where it is all of its storage, as ``torch.empty(0)`` is, the result is the new
-storage. Where it is a view, or the storage is longer than the result, the rest of the storage is kept: the target gets
-its new layout first, on a storage that grows if it must, and the call is made again (``preparing``). How long the
-storage has to be depends on where the view begins, which is no part of the key, so one program could not do both. A
-storage of booleans that is written to as bytes becomes one of bytes in the same way.
+storage. Where it is a view, or the storage is longer than the result, the rest of the storage stays: the target gets
+its new layout first, on a storage that grows if it must, and the call runs again (``preparing``). How long the storage
+has to be depends on where the view begins, which is no part of the key, so one program could not do both. A storage of
+booleans that is written to as bytes becomes one of bytes in the same way.
+
+What can go wrong: an exception between the run and the binding of its results, and other threads, both of which
+``donation.run`` handles; a value check that fails, after which the targets must be as before, so such programs donate
+nothing.
 """
 
 from __future__ import annotations
@@ -44,9 +56,18 @@ _NOT_ARRAYS = frozenset({Node, Lost, *donation.MARKERS})
 
 
 class Mutation:
-    """What a call writes to: its targets, which of them share a storage, which are resized."""
+    """The targets of a call that writes: which of them share a storage, which are resized.
 
-    def __init__(self, op: OpOverload, slots: dict[str, Slot], values: tuple[Any, ...], found: Any) -> None:
+    ``inferred`` is the answer of ``inference.infer``, or None where torch has no Meta kernel.
+    """
+
+    def __init__(
+        self,
+        op: OpOverload,
+        slots: dict[str, Slot],
+        values: tuple[Any, ...],
+        inferred: tuple[Any, tuple[Any, ...]] | None,
+    ) -> None:
         self.op, self.locate = op, locator(op)
         targets = self.locate(values)
         self.slots = [slot for name in schema_of(op).mutated for slot in _tensor_slots(slots[name])]
@@ -54,7 +75,8 @@ class Mutation:
         # Targets on one storage are written one after another; each group of them is one output.
         self.groups = [storages.index(storage) for storage in storages]
         self.order = list(dict.fromkeys(self.groups))
-        after = targets if found is None else self.locate(found[1])
+        # On Meta the call was made, so its targets have the sizes that torch gives them.
+        after = targets if inferred is None else self.locate(inferred[1])
         pairs = zip(after, targets, strict=True)
         self.resized = [None if new.shape == old.shape else Spec.of(new) for new, old in pairs]
         read = {id(v) for v, a in zip(values, schema_of(op).arguments, strict=True) if not a.out}
@@ -139,14 +161,14 @@ class Mutation:
 
     def _check_cast(self, new: Any, dtype: torch.dtype) -> None:
         # Not every Meta kernel asks; raising here sends the call to the CPU, which refuses it in its words.
-        found = to_torch_dtype(new.dtype)
-        if not torch.can_cast(found, dtype):
-            raise LoweringError(f"result type {found} can't be cast to the desired output type {dtype}")
+        computed = to_torch_dtype(new.dtype)
+        if not torch.can_cast(computed, dtype):
+            raise LoweringError(f"result type {computed} can't be cast to the desired output type {dtype}")
 
     def plan(self, builder: Builder, specs: list[Spec], inputs: list[Any]) -> Plan:
         """Return how a call runs: compute, rebind the storages, resize what must be."""
         places = tuple(self.slots[group].index for group in self.order)
-        variants = Variants(builder, places, any(self.resized), inputs)
+        variants = DonationVariants(builder, places, any(self.resized), inputs)
         verify = value_checks.verifier(variants.errors)
         makers = [maker(spec, builder.traced) for spec in specs]
         count, order, resized, locate = len(specs), self.order, self.resized, self.locate
@@ -166,10 +188,11 @@ class Mutation:
                 buffer_of(targets[group]).held = value
 
         def alone(inputs: list[Any], values: tuple[Any, ...]) -> Any:
-            """Run a call on the process's one thread: what ``run`` does, written out for most calls."""
+            """Run a call on the process's one thread: ``run`` and ``donation.run`` written out, for most calls."""
             if donation.threaded():
                 return run(inputs, values)
             targets = locate(values)
+            # starmap and unpacking, so that no signal handler runs between the call and ``outputs``: see donation.py.
             call, outputs = variants.choose(inputs), None
             try:
                 (outputs,) = starmap(call, (inputs,))
@@ -211,21 +234,21 @@ class Mutation:
 
 
 def _beside_threads(
-    variants: Variants,
+    variants: DonationVariants,
     inputs: list[Any],
     buffers: Sequence[Buffer],
     places: Sequence[int],
     commit: Callable[[Sequence[Any]], Sequence[Any]],
     check: Callable[[Sequence[Any]], None] | None,
 ) -> Sequence[Any]:
-    """Run a call while other threads exist: from the reading of its targets to their rebinding nobody else writes."""
+    """Run a call while other threads exist: from reading its targets to rebinding them, no other thread writes."""
     show = partial(donation.show, buffers, inputs, places)
     while True:
         with donation.lock:
             try:
                 donation.hide(buffers, inputs, places)
                 owned = variants.donates(inputs, hidden=True)
-                ready = not any([type(inputs[at]) in _NOT_ARRAYS for at in places])
+                ready = not any([type(inputs[index]) in _NOT_ARRAYS for index in places])
             except BaseException:
                 show()
                 raise
@@ -234,13 +257,13 @@ def _beside_threads(
                 return donation.run(call, inputs, commit, show, check)
             show()
         # Compiling takes seconds and a lock of its own, and so does running what another thread recorded.
-        for at, buffer in zip(places, buffers, strict=True):
-            inputs[at] = buffer.value
+        for index, buffer in zip(places, buffers, strict=True):
+            inputs[index] = buffer.value
         if call is None:
             variants.compile(owned)
 
 
-class Variants:
+class DonationVariants:
     """One program compiled at most twice: with its targets' memory donated, and without."""
 
     def __init__(self, builder: Builder, donated: tuple[int, ...], resized: bool, inputs: list[Any]) -> None:
@@ -250,7 +273,7 @@ class Variants:
         self.errors = self._add(self.donates(inputs))
 
     def donates(self, inputs: list[Any], hidden: bool = False) -> bool:
-        """Return whether a call donates its targets: if nobody else holds their arrays."""
+        """Return whether a call donates its targets: if only their buffers hold the arrays."""
         may = not self.fixed and config.current.donate == "auto"
         return may and donation.is_owned(inputs, self.donated, hidden)
 
@@ -292,8 +315,9 @@ def locator(op: OpOverload) -> Callable[[tuple[Any, ...]], list[Tensor]]:
         return lambda values: [values[position]]
 
     def locate(values: tuple[Any, ...]) -> list[Tensor]:
-        found = [values[position] for position in positions]
-        tensors = [item for value in found for item in (value if isinstance(value, list) else [value])]
+        # Not ``tensors_in``: a fused optimizer has hundreds of targets, and this runs at every call.
+        targets = [values[position] for position in positions]
+        tensors = [item for value in targets for item in (value if isinstance(value, list) else [value])]
         return [tensor for tensor in tensors if isinstance(tensor, Tensor)]
 
     return locate

@@ -1,4 +1,21 @@
-"""A new key: from the lowering, else a decomposition, else the CPU, to a plan that runs every such call."""
+"""A new key: from the lowering, else a decomposition, else the CPU, to a plan that runs every call with that key.
+
+``dispatch.Kernel.new_plan`` calls ``build`` when a key is not in its dict; ``_lazy/node_builder.py`` calls it with a
+``finish`` of its own, which makes a recipe for recording instead of compiling. The steps:
+
+1. torch infers the result on Meta (``inference.py``); the CPU is asked whether it refuses (``checks/ask_cpu.py``).
+2. The first *tier* that exists is taken: the lowering, torch's decomposition (``decompose.py``), the CPU.
+3. ``Builder`` turns the tier into one traced function, ``program``: read each argument through its slot, compute, store
+   each result in the layout that torch announced, or write it into the storage of a target (``mutation.py``).
+4. It is compiled, and the plan is a closure that runs it and wraps its outputs. For ``aten.add.Tensor`` that closure is
+   ``_single``: call the executable, make a tensor, hang a buffer on it.
+
+A plan keeps no array and no tensor, only layouts: it lives as long as the key is in use.
+
+What can go wrong: a lowering whose result differs from torch's answer is refused (``LoweringError``), and so is one
+that raises while it is traced; such calls run on the CPU, which is counted and warned about (``fallback.py``). Inside
+a JAX trace there is no CPU to fall to, and the error is raised.
+"""
 
 from __future__ import annotations
 
@@ -45,15 +62,15 @@ def build(
     ``finish`` makes the plan once a tier is found; by default it compiles a program.
     """
     finish = finish or (lambda builder: builder.plan(inputs))
-    shown = ask_cpu.tensors_of(values)
-    for tensor in shown:
+    tensors = ask_cpu.tensors_of(values)
+    for tensor in tensors:
         check_reach(tensor)
     plan = _plan_for(kernel, inputs, values, traced, finish)
-    # Where a view begins is no part of the key, so of a storage made shorter every call is looked at.
-    return _looking(plan) if any([buffer_of(tensor).signature.shrunk for tensor in shown]) else plan
+    # Where a view begins is no part of the key, so on a storage that was made shorter every call is checked.
+    return _checking_reach(plan) if any([buffer_of(tensor).signature.shrunk for tensor in tensors]) else plan
 
 
-def _looking(plan: Plan) -> Plan:
+def _checking_reach(plan: Plan) -> Plan:
     def run(inputs: list[Any], values: Values) -> Any:
         for tensor in ask_cpu.tensors_of(values):
             check_reach(tensor)
@@ -89,8 +106,8 @@ def _counting_writes(plan: Plan) -> Plan:
 def _one_by_one(kernel: Kernel, values: Values) -> Any:
     """Run a call on lists item by item: a tensor that is in a list twice is written twice, one after the other."""
     length = len(next(value for value in values if isinstance(value, list)))
-    for at in range(length):
-        items = tuple([value[at]] if isinstance(value, list) else value for value in values)
+    for n in range(length):
+        items = tuple([value[n]] if isinstance(value, list) else value for value in values)
         args, kwargs = kernel.schema.split(items)
         kernel.op(*args, **kwargs)
 
@@ -106,18 +123,18 @@ def _choose(kernel: Kernel, inputs: list[Any], values: Values, traced: bool, fin
     meta: inference.Warnings = []
     try:
         share = bool(kernel.schema.mutated)
-        found, meta = inference.recorded(lambda: inference.infer(kernel.op, values, share=share))
+        inferred, meta = inference.recorded(lambda: inference.infer(kernel.op, values, share=share))
     except Exception as error:
         if traced:
             raise
         # The CPU says what is wrong in the words users know; if it finds nothing wrong, it answers.
         ask_cpu.raise_cpu_error(kernel.op, values)
-        tier, found, reason = None, None, f"torch could not infer its result: {error}"
+        tier, inferred, reason = None, None, f"torch could not infer its result: {error}"
     if tier is not None:
-        result = found[0] if found is not None else ()
+        result = inferred[0] if inferred is not None else ()
         warned = ask_cpu.check(kernel.op, values, not traced, meta, result)
         try:
-            builder = Builder(kernel, tier, inputs, values, found, traced)
+            builder = Builder(kernel, tier, inputs, values, inferred, traced)
             mutation = builder.mutation
             prepares = mutation is not None and mutation.needs_preparation
             plan = mutation.preparing(kernel) if mutation is not None and prepares else finish(builder)
@@ -151,7 +168,7 @@ class PassingFailure(Exception):
 
 
 def _elsewhere(kernel: Kernel, device: torch.device) -> Plan:
-    """Return the plan of a call such as ``ones_like(x, device="cpu")``: it runs there, on what is moved there."""
+    """Return the plan of a call such as ``ones_like(x, device="cpu")``: it runs there, on copies of the arguments."""
 
     def run(_: list[Any], values: Values) -> Any:
         moved = tuple(value.to(device) if isinstance(value, Tensor) else value for value in values)
@@ -172,10 +189,10 @@ class Facts:
 
 
 class Builder:
-    """Everything known about one new key; it keeps no array, since the plan keeps it."""
+    """Everything known about one new key, without any array: the plan refers to it for as long as it lives."""
 
     def __init__(
-        self, kernel: Kernel, tier: Tier, inputs: list[Any], values: Values, found: Any, traced: bool
+        self, kernel: Kernel, tier: Tier, inputs: list[Any], values: Values, inferred: Any, traced: bool
     ) -> None:
         self.kernel, self.traced = kernel, traced
         self.tier = derivatives.differentiable(kernel.functional, tier) if traced else tier
@@ -183,16 +200,17 @@ class Builder:
         self.random = kernel.random
         self.slots = _slots(kernel, values)
         self.examples = [compiler.abstract(value) for value in inputs]
-        self.result = None if found is None else found[0]
-        self.inferred = found is not None
-        self.mutation = Mutation(kernel.op, self.slots, values, found) if self.schema.mutated else None
+        self.result = None if inferred is None else inferred[0]
+        self.inferred = inferred is not None
+        self.mutation = Mutation(kernel.op, self.slots, values, inferred) if self.schema.mutated else None
         if self.mutation is not None and not self.inferred and self.schema.has_out:
             self.mutation.resize(self._computed_specs())
         elif self.mutation is not None and any(self.mutation.resized):
             self.mutation.lay_out(self._resized_specs(values))
         self.fresh = self._fresh_specs()
-        made = [*self.fresh, *(self.mutation.resized if self.mutation is not None else [])]
-        memory.require_room([(spec.size, spec.dtype) for spec in made if spec is not None])
+        # Before anything is compiled: a result that fits no memory is torch's OutOfMemoryError, not XLA's.
+        outputs = [*self.fresh, *(self.mutation.resized if self.mutation is not None else [])]
+        memory.require_room([(spec.size, spec.dtype) for spec in outputs if spec is not None])
 
     def _resized_specs(self, values: Values) -> list[Spec | None]:
         """Return how torch lays out targets that are resized: as the CPU does, or as the op without ``out=`` does."""
@@ -209,16 +227,16 @@ class Builder:
             return []
         if self.inferred:
             return self._unmasked(inference.specs(self.result))
-        found = self._computed_specs()
-        return found if self.mutation is None else found[:count]
+        specs = self._computed_specs()
+        return specs if self.mutation is None else specs[:count]
 
     def _unmasked(self, specs: list[Spec | None]) -> list[Spec | None]:
-        """Return the specs without the gradients nobody asks for, which some Meta kernels give all the same."""
+        """Return the specs with None for gradients outside ``output_mask``, which some Meta kernels give anyway."""
         mask = self.slots.get("output_mask")
         if not isinstance(mask, list) or len(mask) != len(specs):
             return specs
-        wanted = [isinstance(slot, Static) and slot.value for slot in mask]
-        return [spec if want else None for spec, want in zip(specs, wanted, strict=True)]
+        needed = [isinstance(slot, Static) and slot.value for slot in mask]
+        return [spec if need else None for spec, need in zip(specs, needed, strict=True)]
 
     def _computed_specs(self) -> list[Spec | None]:
         """Return the specs of what the tier computes, for an op torch cannot infer."""
@@ -226,7 +244,7 @@ class Builder:
             return contiguous_specs(lambda *inputs: self.results(inputs)[0], self.examples)
 
     def results(self, inputs: Sequence[Any]) -> tuple[list[Any], Checks]:
-        """Return what the tier computes, flat, and the conditions it requires."""
+        """Return the results of the tier, flat, and the conditions on values that it requires."""
         outs = {a.name for a in self.schema.arguments if a.out}
         arguments = {name: fill(slot, inputs) for name, slot in self.slots.items() if name not in outs}
         if self.random:
@@ -299,12 +317,12 @@ class Builder:
         nested = any(isinstance(item, (list, tuple)) for item in result)
         # Only the structure is kept: lists of Nones in place of the tensors.
         shape = inference.skeleton(result)
-        return (lambda found: inference.nest(shape, iter(found))) if nested else tuple
+        return (lambda tensors: inference.nest(shape, iter(tensors))) if nested else tuple
 
 
-def only(found: list[Any]) -> Any:
+def only(tensors: list[Any]) -> Any:
     """Return the one result of an op that returns a tensor."""
-    return found[0]
+    return tensors[0]
 
 
 def _slots(kernel: Kernel, values: Values) -> dict[str, Slot]:

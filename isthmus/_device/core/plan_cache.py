@@ -1,4 +1,13 @@
-"""Compiled programs of single ops, in two generations: what is used stays, what never comes back goes."""
+"""The cache of compiled programs of single ops, in two generations: what is used stays, what never comes back goes.
+
+A lookup is a plain ``dict.get`` in ``young``, since every op makes one; an LRU order would cost a write per lookup.
+When the young of all ops together exceed the limit, they all become old and the old ones are dropped. A key that is
+asked for again moves from old to young (``find``), so programs in use survive, and one-off shapes are gone after two
+rounds.
+
+Executables hold memory maps, of which a Linux process has 65,530 by default, so the maps are counted every now and then
+and too many of them end a round early.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +18,13 @@ from typing import Any
 from isthmus import _caches
 from isthmus._runtime import forks, memory_maps
 
-# How many may be young, and after how many new ones the process's memory maps are counted.
+# How many entries may be young, and after how many new ones the process's memory maps are counted.
 _LIMIT, _ROUND = 2048, 64
 _count = 0
 
 
 class Generations:
-    """What one op has compiled, by key; how much may be young is counted over all ops together."""
+    """The programs of one op by key; how many may be young is counted over all ops together."""
 
     def __init__(self) -> None:
         self.young: dict[Any, Any] = {}
@@ -23,13 +32,13 @@ class Generations:
         every.add(self)
 
     def find(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return what was made for a key that is not young: one that is old is young again, or a new one."""
-        found = self.old.pop(key, None)
-        if found is None:
-            found = make()
+        """Return the entry of a key that is not young: an old one, which is young again, or a new one from ``make``."""
+        entry = self.old.pop(key, None)
+        if entry is None:
+            entry = make()
         _make_room()
-        self.young[key] = found
-        return found
+        self.young[key] = entry
+        return entry
 
     def clear(self) -> None:
         """Forget everything."""
@@ -60,7 +69,7 @@ _caches.register("plans of single ops", 2 * _LIMIT, _size, _clear)
 
 
 def _make_room() -> None:
-    """Count one more. Of too many, or too many memory maps, all become old: those that were go."""
+    """Count one more entry; of too many, or too many memory maps, the young become old and the old are dropped."""
     global _count
     _count += 1
     if _count <= _LIMIT and not (_count % _ROUND == 0 and memory_maps.crowded()):

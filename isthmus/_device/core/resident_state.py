@@ -9,7 +9,7 @@ small arrays travel as parts of one *bundle*, which the program takes apart. ``_
     residence.run(program, [batch], commit)  # program(weight, moment, bundle, batch) -> (weight, moment, bundle, ...)
 
 Meanwhile each of the buffers holds the residence's ``donation.Resident``, a marker that no program takes for an array:
-whoever reads or writes such a buffer (``Buffer.value``, ``Buffer.bind``, an eager op whose call fails for the marker)
+a read or write of the buffer (``Buffer.value``, ``Buffer.bind``, an eager op whose call fails for the marker)
 makes the residence give all arrays back, and the next run takes them again. State that is read after nearly every run
 is therefore not bundled (``wears``): bundles would be taken apart each time.
 
@@ -59,12 +59,12 @@ def join(arrays: Sequence[Array]) -> Array:
 
 def part(bundle: Array, shapes: Sequence[Shape]) -> list[Array]:
     """Return the arrays that were made one."""
-    found, start = [], 0
+    arrays, start = [], 0
     for shape in shapes:
         end = start + math.prod(shape)
-        found.append(jax.lax.slice(bundle, (start,), (end,)).reshape(shape))
+        arrays.append(jax.lax.slice(bundle, (start,), (end,)).reshape(shape))
         start = end
-    return found
+    return arrays
 
 
 class Packing:
@@ -78,40 +78,40 @@ class Packing:
         self.bundles = _bundles(pairs, kinds) if together else []
         bundled = {pair for bundle in self.bundles for pair in bundle}
         self.whole = [pair for pair in pairs if pair not in bundled]
-        self.inputs = {at for at, _ in pairs}
+        self.inputs = {index for index, _ in pairs}
 
     def __len__(self) -> int:
         return len(self.whole) + len(self.bundles)
 
     def examples(self) -> list[Kind]:
         """Return the shape and dtype of each array."""
-        found = [self.kinds[at] for at, _ in self.whole]
+        kinds = [self.kinds[index] for index, _ in self.whole]
         for bundle in self.bundles:
             size = sum(math.prod(shape) for shape in self._shapes(bundle))
-            found.append(((size,), self.kinds[bundle[0][0]][1]))
-        return found
+            kinds.append(((size,), self.kinds[bundle[0][0]][1]))
+        return kinds
 
     def unpack(self, arrays: Iterator[Array]) -> dict[int, Array]:
-        """Return what a program computes with, by input, taking the arrays it was given."""
-        found = {at: next(arrays) for at, _ in self.whole}
+        """Return the state by number of input, read from the arrays that a program is called with."""
+        values = {index: next(arrays) for index, _ in self.whole}
         for bundle in self.bundles:
             parts = part(next(arrays), self._shapes(bundle))
-            found |= {at: array for (at, _), array in zip(bundle, parts, strict=True)}
-        return found
+            values |= {index: array for (index, _), array in zip(bundle, parts, strict=True)}
+        return values
 
     def pack(self, outputs: Sequence[Array]) -> list[Array]:
         """Return the arrays to keep, of all outputs."""
-        whole = [outputs[at] for _, at in self.whole]
-        return [*whole, *[join([outputs[at] for _, at in bundle]) for bundle in self.bundles]]
+        whole = [outputs[index] for _, index in self.whole]
+        return [*whole, *[join([outputs[index] for _, index in bundle]) for bundle in self.bundles]]
 
     def pick(self, values: Callable[[int], Any]) -> tuple[list[Any], list[list[Any]]]:
         """Return something of each input: of whole arrays, and of those in bundles."""
-        return [values(at) for at, _ in self.whole], [
-            [values(at) for at, _ in bundle] for bundle in self.bundles
+        return [values(index) for index, _ in self.whole], [
+            [values(index) for index, _ in bundle] for bundle in self.bundles
         ]
 
     def _shapes(self, bundle: Sequence[Pair]) -> list[Shape]:
-        return [self.kinds[at][0] for at, _ in bundle]
+        return [self.kinds[index][0] for index, _ in bundle]
 
 
 def _bundles(pairs: Sequence[Pair], kinds: Mapping[int, Kind]) -> list[list[Pair]]:
@@ -201,17 +201,19 @@ class Residence:
         if self.moving:
             self._give_back()
         if self.arrays is None and not self._adopt():
-            whole = donation.own([donation.settled(_alive(b)) for b in self.whole])
             groups = [[donation.settled(_alive(b)) for b in group] for group in self.bundles]
-            self.begin(whole, groups)
+            bundles = self._join(groups)
+            self._keep([*[donation.settled(_alive(b)) for b in self.whole], *bundles], owned=False)
         self.runs += 1
         assert self.arrays is not None
         return self.arrays
 
     def begin(self, whole: list[Array], groups: Sequence[Sequence[Array]]) -> None:
-        """Keep these arrays from now on, those of ``groups`` as bundles."""
-        pairs = zip(self.programs, groups, strict=True)
-        self._keep([*whole, *[joined(*group) for (joined, _), group in pairs]])
+        """Keep these arrays, which nothing else holds, from now on, those of ``groups`` as bundles."""
+        self._keep([*whole, *self._join(groups)], owned=True)
+
+    def _join(self, groups: Sequence[Sequence[Array]]) -> list[Array]:
+        return [joined(*group) for (joined, _), group in zip(self.programs, groups, strict=True)]
 
     def _adopt(self) -> bool:
         """Take the arrays over from a residence of the same buffers, as a step for another batch size has it."""
@@ -223,20 +225,24 @@ class Residence:
         if other.arrays is None or other.moving:
             return False
         # Both have the arrays until all buffers have changed hands, so that none is lost on the way.
-        self._keep(other.arrays)
+        self._keep(other.arrays, owned=True)
         other.arrays = None
         return True
 
     def _buffers(self) -> list[ref[Buffer]]:
         return [*self.whole, *[b for group in self.bundles for b in group]]
 
-    def _keep(self, arrays: list[Array]) -> None:
-        """Keep these arrays, and leave a marker in their buffers."""
+    def _keep(self, arrays: list[Array], owned: bool) -> None:
+        """Keep these arrays, and leave a marker in their buffers; copy those that others hold, unless all are owned."""
         self.moving = True
         self.arrays, self.runs = arrays, 0
         marker = donation.Resident(self)
         for reference in self._buffers():
             _alive(reference).held = marker
+        if not owned:
+            # After the markers: a thread that read a buffer between the count and its marker would hold an array that
+            # the program overwrites.
+            donation.own(arrays, range(len(self.whole)), hidden=True)
         self.moving = False
 
     def give_back(self) -> None:
@@ -279,20 +285,20 @@ def _parts(parted: Callable[..., Any], bundle: Any, count: int) -> Sequence[Any]
 
 
 def _died(residence: ref[Residence], _: Any) -> None:
-    """Let go of the state of a buffer nobody has any more."""
-    found = residence()
-    if found is None or sys.is_finalizing():
+    """Give all state back when one of its buffers is freed: a program cannot keep an array that belongs to no one."""
+    alive = residence()
+    if alive is None or sys.is_finalizing():
         return
-    found.dead = True
+    alive.dead = True
     # Buffers die in the middle of anything, of a compilation too: to wait here for another thread might be for ever.
     if donation.lock.acquire(blocking=False):
         try:
-            found.give_back()
+            alive.give_back()
         finally:
             donation.lock.release()
 
 
 def _alive(reference: ref[Buffer]) -> Buffer:
     buffer = reference()
-    assert buffer is not None  # whoever runs the program holds it
+    assert buffer is not None  # the caller that runs the program holds it
     return buffer

@@ -1,4 +1,16 @@
-"""Slots: how a program finds the arguments of a call among its inputs, and stores its results."""
+"""Slots: how a program finds the arguments of a call among its inputs, and stores its results.
+
+An entry flattens a call into a list of inputs; a slot per argument says where in that list the argument is. For
+``torch.clamp(x[2:], 0.5, None)``, whose view has an offset, the inputs are ``[array, offset, number]`` and::
+
+    self: TensorSlot(index=0, offset_index=1, spec=Spec(...))   # read through its strides
+    min:  NumberSlot(index=2, kind=float)                       # a number known at run time
+    max:  Static(None)                                          # compiled in
+
+``plan.py`` makes slots for a new key, ``fill`` reads the arguments while the program is traced, ``store`` lays a result
+out as torch announced it. ``mutation.py`` and ``_dynamo/specialization.py`` write through ``TensorSlot.write``. Slots
+number inputs in the order in which ``entry.py`` appends them; if the two disagree, programs read the wrong arrays.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +49,14 @@ class TensorSlot:
     def write(
         self, storage: Array, inputs: Sequence[Array], new: Array, differentiable: bool = True
     ) -> Array:
-        """Return the storage with the view's elements replaced; every bit of it, unless JAX may differentiate this."""
+        """Return the storage with the view's elements replaced by ``new``.
+
+        Elements beside the view keep every bit, unless JAX may differentiate this: bit casts have no derivative.
+        """
         dtype, own = storage.dtype, to_jax_dtype(self.spec.dtype)
         new = cast(new, own)
         if dtype != own:
+            # A view of another dtype: floats of two bytes are written as integers, since XLA changes their nans.
             new = strided.bits_of(new)
         typed = reinterpret(storage, new.dtype)
         new = jnp.broadcast_to(new, self.spec.size)
@@ -72,11 +88,12 @@ Slot = TensorSlot | NumberSlot | Static | list[Any]
 
 
 def slot_for(value: Any, dynamic: bool, index: Iterator[int]) -> Slot:
-    """Return how the program finds an argument among its inputs; in the order of ``dispatch.gather``."""
+    """Return how the program finds an argument among its inputs, which are numbered as ``entry.py`` appends them."""
     if isinstance(value, torch.Tensor):
-        at = next(index)
+        array_index = next(index)
+        # A scalar of the CPU comes as an array of its own, whatever its offset is there.
         has_offset = value.device.type == "jax" and value.storage_offset() != 0
-        return TensorSlot(at, next(index) if has_offset else None, Spec.of(value))
+        return TensorSlot(array_index, next(index) if has_offset else None, Spec.of(value))
     if isinstance(value, (list, tuple)):
         return [slot_for(item, dynamic, index) for item in value]
     if dynamic and type(value) in NUMBERS:

@@ -3,6 +3,16 @@
 The value of a storage is an array of any shape; its elements in row-major order are the storage. ``read``
 and ``write`` see it as a grid, a row-major array whose axes have the strides the view needs, and take a
 slice of each axis. What no grid can express (windows that overlap, say) becomes a gather or a scatter.
+
+For ``x = torch.zeros(4, 6)`` and ``x[1:, ::2].t()``, with size (3, 3), stride (2, 6) and offset 6, the grid is the
+storage as (4, 6): rows 1 to 3 with step 1, columns 0 to 4 with step 2, then a transpose. XLA fuses these into the op
+that reads them, while a gather on the CPU is a loop over elements.
+
+An offset may be a run-time input, so that a sliding window compiles once: the part of the storage that the view spans
+is then cut out by a dynamic slice and read as a view that starts at 0. XLA clamps a slice that runs past the end, which
+would shift what is read; ``views.as_strided`` and ``buffer.check_reach`` refuse such views before.
+
+Everything here is traced: ``slots.py`` calls it for eager plans, ``_lazy/xla.py`` and ``_dynamo`` for graphs.
 """
 
 from __future__ import annotations
@@ -48,8 +58,9 @@ def read(value: Array, size: Ints, stride: Ints, offset: Any = 0) -> Array:
     if not isinstance(offset, int):
         flat = lax.dynamic_slice(value.reshape(-1), (offset,), (span(size, stride),))
         return read(flat, size, stride)
-    kept = [d for d, (n, s) in enumerate(zip(size, stride, strict=True)) if n > 1 and s != 0]
-    grid = find_grid(tuple(value.shape), [size[d] for d in kept], [stride[d] for d in kept], offset)
+    # Dims of length one and broadcast dims (stride 0) take no axis of the grid.
+    dims = [d for d, (n, s) in enumerate(zip(size, stride, strict=True)) if n > 1 and s != 0]
+    grid = find_grid(tuple(value.shape), [size[d] for d in dims], [stride[d] for d in dims], offset)
     if grid is None:
         return value.reshape(-1)[_indices(size, stride, offset, math.prod(value.shape))]
     limit = [a + (n - 1) * k + 1 for a, n, k in zip(grid.start, grid.count, grid.step, strict=True)]
@@ -57,8 +68,8 @@ def read(value: Array, size: Ints, stride: Ints, offset: Any = 0) -> Array:
     if not grid.whole:
         block = lax.slice(block, grid.start, limit, grid.step)
     rest = [axis for axis in range(len(grid.shape)) if axis not in grid.order]
-    block = block.transpose([*grid.order, *rest]).reshape([size[d] for d in kept])
-    return lax.broadcast_in_dim(block, size, kept)
+    block = block.transpose([*grid.order, *rest]).reshape([size[d] for d in dims])
+    return lax.broadcast_in_dim(block, size, dims)
 
 
 def write(value: Array, new: Array, size: Ints, stride: Ints, offset: Any = 0) -> Array:
@@ -74,8 +85,8 @@ def write(value: Array, new: Array, size: Ints, stride: Ints, offset: Any = 0) -
     # Where the view repeats an element the last write wins, as in a loop over the view.
     last = tuple(slice(n - 1, n) if s == 0 else slice(None) for n, s in zip(size, stride, strict=True))
     new = new[last]
-    kept = [d for d, (n, s) in enumerate(zip(size, stride, strict=True)) if n > 1 and s != 0]
-    grid = find_grid(tuple(value.shape), [size[d] for d in kept], [stride[d] for d in kept], offset)
+    dims = [d for d, (n, s) in enumerate(zip(size, stride, strict=True)) if n > 1 and s != 0]
+    grid = find_grid(tuple(value.shape), [size[d] for d in dims], [stride[d] for d in dims], offset)
     if grid is None:
         flat = value.reshape(-1)
         indices = _indices(tuple(new.shape), stride, offset, flat.shape[0])
@@ -110,6 +121,8 @@ def bits_of(value: Array) -> Array:
 
 def find_grid(shape: Ints, size: Sequence[int], stride: Sequence[int], offset: int) -> Grid | None:
     """Return a grid over a storage of this shape in which the view is a slice of each axis, or None."""
+    # The storage's own axes come first, since a grid with its shape needs no reshape; then the view's strides beside
+    # them, then those alone, then the flat storage.
     base = [s for s, n in zip(contiguous_strides(shape), shape, strict=True) if n > 1]
     for candidates in ({*base}, {*base, *stride}, {*stride}, set()):
         grid = _grid(_chain(candidates), math.prod(shape), size, stride, offset)
@@ -138,6 +151,7 @@ def _grid(
         left %= step
     count, steps, order = [1] * len(chain), [1] * len(chain), []
     for n, s in zip(size, stride, strict=True):
+        # The largest step that divides the stride. Two dims on one axis, or a dim that leaves its axis, do not fit.
         axis = next(i for i, step in enumerate(chain) if s % step == 0 and s >= step)
         if axis in order or start[axis] + (n - 1) * (s // chain[axis]) >= shape[axis]:
             return None

@@ -1,4 +1,9 @@
-"""Copies: between "jax" tensors in one executable, to and from others through the host or by DLPack."""
+"""Copies: between "jax" tensors in one executable, to and from other devices through the host or by DLPack.
+
+``copy_``, ``to``, ``cpu``, ``item`` and ``torch.equal`` arrive here (``KERNELS`` at the end). A transfer to the host is
+where deferred errors are raised (``value_checks``) and where a recorded graph runs, so each says why in a
+``mode.reason`` block. ``host_tensors.py`` moves the bytes.
+"""
 
 from __future__ import annotations
 
@@ -92,12 +97,12 @@ def copy_from(self: Tensor, dst: Tensor, non_blocking: bool = False) -> Tensor:
 
 def from_other(tensor: Tensor) -> Tensor:
     """Return a tensor of another device as a new "jax" tensor with the same strides if they are dense."""
-    made = _from_other(tensor)
+    arrived = _from_other(tensor)
     if mode.current.capture is not None:
         mode.current.capture.note_host(
-            buffer_of(made).held, tensor, lambda again: buffer_of(from_other(again)).value
+            buffer_of(arrived).held, tensor, lambda again: buffer_of(from_other(again)).value
         )
-    return made
+    return arrived
 
 
 def _from_other(tensor: Tensor) -> Tensor:
@@ -147,11 +152,13 @@ def to_copy(self: Tensor, **options: Any) -> Tensor:
 
 def _arrived(tensor: Tensor, options: dict[str, Any]) -> Tensor:
     """Return a tensor of another device as a new one here, cast and laid out only if that is asked for."""
-    found = from_other(tensor)
+    arrived = from_other(tensor)
     memory_format = options.get("memory_format")
-    same_dtype = options.get("dtype") in (None, found.dtype)
-    same_layout = memory_format in (None, torch.preserve_format) and found.stride() == _dense_strides(tensor)
-    return found if same_dtype and same_layout else _cast(found, **options)
+    same_dtype = options.get("dtype") in (None, arrived.dtype)
+    same_layout = memory_format in (None, torch.preserve_format) and arrived.stride() == _dense_strides(
+        tensor
+    )
+    return arrived if same_dtype and same_layout else _cast(arrived, **options)
 
 
 def _dense_strides(tensor: Tensor) -> tuple[int, ...]:

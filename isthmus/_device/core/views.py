@@ -1,4 +1,9 @@
-"""Views are torch's own: its Meta kernels on our storages; and the ops that give a tensor another layout."""
+"""Views are torch's own: its Meta kernels on our storages; and the ops that give a tensor another layout or storage.
+
+A view computes nothing: torch's Meta kernel of ``view``, ``as_strided`` or ``unfold`` builds a tensor on a storage of
+any device, and the buffer on that storage is shared. ``resize_`` and ``set_`` change a tensor in place;
+a storage that must grow gets a longer array (``_exchange``), recorded like any op in lazy mode.
+"""
 
 from __future__ import annotations
 
@@ -105,13 +110,13 @@ def _exchange(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> None:
     before = buffer.signature
     count = math.prod(before.shape)
     flat = restride(attach_to(to_torch_dtype(before.dtype), tensor.untyped_storage()), (count,), (1,))
-    made = buffer_of(change(flat))
-    if type(made.held) is Node:
-        mode.current.hold(buffer, made.held)
+    changed = buffer_of(change(flat))
+    if type(changed.held) is Node:
+        mode.current.hold(buffer, changed.held)
     else:
-        buffer.held = made.held
-    after = made.signature
-    # Of a storage that was made shorter, others may show more than it has now.
+        buffer.held = changed.held
+    after = changed.signature
+    # Of a storage that was changed shorter, others may show more than it has now.
     buffer.signature = Signature.intern(after.shape, after.dtype, after.traced, before.shrunk)
 
 
@@ -152,8 +157,8 @@ def zeros_laid_out_as(self: Tensor, other: Tensor, *, self_num_batch_dims: int =
     """Return zeros laid out as ``other`` in a storage as long, for each batch of ``self``: a new tangent."""
     batch, length = tuple(self.shape[:self_num_batch_dims]), storage_length(other)
     strides = [length * s for s in contiguous_strides(batch)]
-    made = torch.zeros((*batch, length), dtype=other.dtype, device="jax")
-    return made.as_strided((*batch, *other.shape), (*strides, *other.stride()), other.storage_offset())
+    zeros = torch.zeros((*batch, length), dtype=other.dtype, device="jax")
+    return zeros.as_strided((*batch, *other.shape), (*strides, *other.stride()), other.storage_offset())
 
 
 def lazy_clone(self: Tensor) -> Tensor:

@@ -1,4 +1,7 @@
-"""A user's assertions on values: raised at the call on the CPU, at the next host read elsewhere."""
+"""A user's assertions on values: raised at the call on the CPU, at the next host read elsewhere.
+
+``torch._assert_async`` and the checks of ``torch.linalg`` would otherwise wait for the device at every call.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Attention's way in: torch picks a kernel by a C++ table a Python device is not in, so we pick here."""
+"""Attention: which calls of ``scaled_dot_product_attention`` run as one op, and the ops around it.
+
+torch picks an attention kernel by a C++ table that a Python device is not in, so the choice is made here: one fused op
+where that computes the same, torch's composite of matmuls and a softmax elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -63,8 +67,8 @@ def _spans(mask: Tensor, query: Tensor, key: Tensor) -> bool:
 
 def fused(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Run the one op, whose results hold two plain numbers: the lengths."""
-    found = kernel_for(_FUSED)(query, key, *args, **kwargs)
-    return (*found[:4], query.size(-2), key.size(-2), *found[6:])
+    results = kernel_for(_FUSED)(query, key, *args, **kwargs)
+    return (*results[:4], query.size(-2), key.size(-2), *results[6:])
 
 
 def nested_from_mask_left_aligned(t: Tensor, mask: Tensor) -> bool:
@@ -73,7 +77,7 @@ def nested_from_mask_left_aligned(t: Tensor, mask: Tensor) -> bool:
 
 
 def multi_head_attention(*args: Any, **kwargs: Any) -> Any:
-    """Run the fast path of ``nn.MultiheadAttention``; probabilities nobody needs are None, as on the CPU."""
+    """Run the fast path of ``nn.MultiheadAttention``; probabilities that are not asked for are None, as on the CPU."""
     out, chances = kernel_for(_aten._native_multi_head_attention.default)(*args, **kwargs)
     return out, chances if chances.dim() > 1 else None
 

@@ -1,4 +1,7 @@
-"""Batch norm: torch's entry point moves the running statistics, though its schema does not say so."""
+"""Batch norm: ``native_batch_norm`` updates the running statistics, though its schema does not say so.
+
+The call is passed to the overload whose schema names what it mutates, so that plans rebind the statistics.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ def native_batch_norm(
     if running_mean is None and running_var is None and training:
         return kernel_for(_aten._native_batch_norm_legit.no_stats)(*affine, training, momentum, eps)
     if training:
-        # One statistic without the other: a stand-in takes the updates nobody keeps.
+        # One statistic without the other: a stand-in takes updates that are dropped.
         stand_in = torch.zeros_like(running_mean if running_mean is not None else running_var)  # type: ignore[arg-type]
         mean = stand_in if running_mean is None else running_mean
         var = stand_in if running_var is None else running_var
@@ -48,7 +51,7 @@ def native_batch_norm_out(*args: Any, out: Tensor, save_mean: Tensor, save_invst
     """Write the results to given tensors, resized if they must be."""
     targets = (out, save_mean, save_invstd)
     return tuple(
-        write_out(target, found) for target, found in zip(targets, native_batch_norm(*args), strict=True)
+        write_out(target, result) for target, result in zip(targets, native_batch_norm(*args), strict=True)
     )
 
 

@@ -1,4 +1,8 @@
-"""Lazy conjugation and negation: ``conj()`` and the ``imag`` of it only set a bit, and a few ops see it."""
+"""Lazy conjugation and negation: ``conj()``, and the ``imag`` of it, only set a bit on a view.
+
+torch resolves the bit (conjugates for real) before most kernels. The few ops that it hands such tensors to have a
+Conjugate or Negative kernel of torch's; ``resolving`` wraps ours for those.
+"""
 
 from __future__ import annotations
 
@@ -53,14 +57,14 @@ def resolving(op: OpOverload | Missing, kernel: Callable[..., Any]) -> Callable[
                 break
         else:
             return kernel(*args, **kwargs)
-        given = schema.bind(args, kwargs)
+        arguments = schema.bind(args, kwargs)
         plain_args, plain_kwargs = tuple(resolve(a) for a in args), {k: resolve(v) for k, v in kwargs.items()}
         result = kernel(*plain_args, **plain_kwargs)
         after = schema.bind(plain_args, plain_kwargs)
         for name in schema.mutated:
-            if after[name] is not given[name]:
-                given[name].copy_(after[name])
-            result = given[name]
+            if after[name] is not arguments[name]:
+                arguments[name].copy_(after[name])
+            result = arguments[name]
         return result
 
     return resolved

@@ -1,4 +1,8 @@
-"""The CTC loss of lengths given as numbers: they enter its program as tensors, so that it serves all lengths."""
+"""The CTC loss of lengths given as numbers: they enter its program as tensors, so that it serves all lengths.
+
+The overload with tensors has the lowering. Targets in one row are laid out one row per sequence, as wide as the
+longest, and that width alone is compiled in.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +43,8 @@ def ctc_loss(
     zero_infinity: bool = False,
 ) -> Any:
     """Compute the loss of each sequence, after torch's own checks of the lengths."""
-    given = (log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
-    infer(_aten._ctc_loss.default, given)
+    arguments = (log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
+    infer(_aten._ctc_loss.default, arguments)
     lengths = (_tensor(input_lengths, log_probs), _tensor(target_lengths, log_probs))
     rows = _rows(targets, target_lengths)
     return kernel_for(_aten._ctc_loss.Tensor)(log_probs, rows, *lengths, blank, zero_infinity)

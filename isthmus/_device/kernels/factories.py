@@ -1,4 +1,9 @@
-"""New tensors: ``empty`` shares zeros until written, ``arange`` keeps its bounds out of the program."""
+"""New tensors: ``empty``, ``zeros``, ``arange`` and their forms.
+
+``empty`` is zeros, since a JAX array has contents; small zeros are shared between tensors until one is written.
+``arange`` takes its bounds as run-time inputs and is compiled for its length alone. ``out=`` forms make a new tensor
+and copy it.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +108,7 @@ def zeros_of(
 
 
 def new_zeros(self: Tensor, size: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
-    """Return zeros in the dtype of ``self`` unless told otherwise."""
+    """Return zeros, by default in the dtype of ``self``."""
     if device is not None and device.type != "jax":
         return torch.zeros(size, dtype=dtype or self.dtype, device=device)
     return empty(size, dtype=dtype or self.dtype, device=device)
@@ -217,11 +222,11 @@ def _writing(make: Callable[..., Tensor], flat: bool = False) -> Callable[..., T
     return write
 
 
-def write_out(out: Tensor, found: Tensor) -> Tensor:
+def write_out(out: Tensor, result: Tensor) -> Tensor:
     """Copy a result into ``out``, resized if it must be."""
-    if out.shape != found.shape:
-        out.resize_(found.shape)
-    return out.copy_(found)
+    if out.shape != result.shape:
+        out.resize_(result.shape)
+    return out.copy_(result)
 
 
 def as_strided_scatter(
@@ -230,10 +235,10 @@ def as_strided_scatter(
     """Return a copy of ``self``, storage and strides included, with a view of any layout replaced."""
     length, offset = storage_length(self), int(self.storage_offset())
     copied = restride(self, (length,), (1,)).clone()
-    found = restride(copied, self.shape, self.stride(), offset)
-    at = offset if storage_offset is None else storage_offset
-    copied.as_strided(size, stride, at).copy_(src)
-    return found
+    result = restride(copied, self.shape, self.stride(), offset)
+    start = offset if storage_offset is None else storage_offset
+    copied.as_strided(size, stride, start).copy_(src)
+    return result
 
 
 def _spaced_out_forms() -> dict[str, Callable[..., Tensor]]:

@@ -69,8 +69,8 @@ def linalg_lstsq_out(
     """Solve least squares into ``solution``, ``residuals``, ``rank`` and ``singular_values``."""
     op = _aten.linalg_lstsq.out
     ask_cpu.check(op, schema_of(op).ordered((A, b, rcond), {"driver": driver, **targets}))
-    found = linalg_lstsq(A, b, rcond, driver=driver)
-    return tuple(write_out(target, value) for target, value in zip(targets.values(), found, strict=True))
+    results = linalg_lstsq(A, b, rcond, driver=driver)
+    return tuple(write_out(target, value) for target, value in zip(targets.values(), results, strict=True))
 
 
 KERNELS = {

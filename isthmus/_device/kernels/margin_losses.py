@@ -1,4 +1,7 @@
-"""Margin losses of one sample, unreduced: torch's Meta kernels give them a dim that its results do not have."""
+"""Margin losses of one sample, unreduced: torch's Meta kernels give them a dim that its results do not have.
+
+Such a call runs as a batch of one, whose dim is then dropped.
+"""
 
 from __future__ import annotations
 

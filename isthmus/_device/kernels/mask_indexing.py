@@ -44,17 +44,18 @@ def expanded(self: Tensor, indices: Any) -> list[Any]:
     """Return the indices with every mask replaced by the index tensors of its true elements."""
     if len(indices) > self.dim():
         raise IndexError(f"too many indices for tensor of dimension {self.dim()} (got {len(indices)})")
-    found: list[Any] = []
-    for given in indices:
-        index = given if given is None or given.device.type == "jax" else given.to("jax")
+    expanded_indices: list[Any] = []
+    for index in indices:
+        if index is not None and index.device.type != "jax":
+            index = index.to("jax")
         if index is None or index.dtype not in _MASKS:
-            found.append(index)
+            expanded_indices.append(index)
             continue
         if index.dtype == torch.uint8:
             warn_user(UserWarning, _UINT8)
-        _check_mask(self, index, len(found))
-        found += _nonzero(index).unbind(1)
-    return found
+        _check_mask(self, index, len(expanded_indices))
+        expanded_indices += _nonzero(index).unbind(1)
+    return expanded_indices
 
 
 def _check_mask(self: Tensor, mask: Tensor, start: int) -> None:
@@ -77,21 +78,21 @@ def _takes(self: Tensor, value: Tensor) -> bool:
 
 def _single_mask(self: Tensor, indices: Any, values: Tensor, accumulate: bool) -> Tensor | None:
     """Return the mask, shaped to broadcast over ``self``, if just one mask and one value are given."""
-    present = [(at, i) for at, i in enumerate(indices) if i is not None]
+    present = [(first, i) for first, i in enumerate(indices) if i is not None]
     if len(present) != 1 or accumulate or values.numel() != 1 or not _takes(self, values):
         return None
-    at, mask = present[0]
+    first, mask = present[0]
     # A mask without dims, or one that does not fit, is left to the general path and its errors.
     if (
         mask.dtype not in _MASKS
         or not mask.dim()
         or mask.device.type != "jax"
-        or self.dim() < at + mask.dim()
+        or self.dim() < first + mask.dim()
     ):
         return None
-    if mask.shape != self.shape[at : at + mask.dim()]:
+    if mask.shape != self.shape[first : first + mask.dim()]:
         return None
-    return mask.reshape(mask.shape + (1,) * (self.dim() - at - mask.dim()))
+    return mask.reshape(mask.shape + (1,) * (self.dim() - first - mask.dim()))
 
 
 def _reading(op: OpOverload) -> Any:

@@ -1,4 +1,7 @@
-"""Calls on lists of tensors that one program cannot answer: tensors of two devices, numbers in a tensor."""
+"""Foreach calls that one program cannot answer: lists of tensors on two devices, and numbers in a CPU vector.
+
+The first are copied tensor by tensor; of the second the numbers are read and passed as a list.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Random calls whose numbers are run-time inputs: what torch says about them is checked before each call."""
+"""Random calls whose numbers are run-time inputs: torch's conditions on them are checked before each call.
+
+A plan serves every ``std`` and every ``p``, so the numbers cannot be checked when the key is new. The tests here only
+decide whether to ask the CPU (``checks/ask_cpu.py``), whose error is raised; they may ask too often, never too rarely.
+"""
 
 from __future__ import annotations
 
@@ -143,16 +147,16 @@ def _elsewhere(kernel: Callable[..., Any], fill: Callable[..., Any]) -> Callable
 
     def call(self: Tensor, *args: Any, device: Any = None, generator: Any = None, **kwargs: Any) -> Any:
         if device is None or torch.device(device).type == "jax":
-            given = {} if generator is None else {"generator": generator}
-            return kernel(self, *args, **given, **kwargs)
+            drawn_from = {} if generator is None else {"generator": generator}
+            return kernel(self, *args, **drawn_from, **kwargs)
         return fill(torch.empty_like(self, device=device, **kwargs), *args, generator=generator)
 
     return call
 
 
 def _randperm_out(n: int, *, generator: Any = None, out: Tensor) -> Tensor:
-    made = aten.randperm.generator(n, generator=generator, dtype=out.dtype, device=out.device)
-    return out.resize_(made.shape).copy_(made)
+    permutation = aten.randperm.generator(n, generator=generator, dtype=out.dtype, device=out.device)
+    return out.resize_(permutation.shape).copy_(permutation)
 
 
 def dropout(input: Tensor, p: float, train: bool) -> Tensor:
@@ -207,7 +211,7 @@ _LIKE: dict[str, tuple[Callable[..., bool], Callable[..., Any]]] = {
 
 
 def _kernels() -> dict[str, Callable[..., Any]]:
-    found: dict[str, Callable[..., Any]] = {
+    kernels: dict[str, Callable[..., Any]] = {
         op.name().removeprefix("aten::"): checked(op, v)
         for op, v in _VALID.items()
         if not isinstance(op, Missing)
@@ -215,10 +219,10 @@ def _kernels() -> dict[str, Callable[..., Any]]:
     for name, (valid, fill) in _LIKE.items():
         op = overload_named(f"aten::{name}")
         if not isinstance(op, Missing):
-            found[name] = _elsewhere(checked(op, valid), fill)
-    found["randperm.generator_out"] = _randperm_out
-    found["dropout"] = dropout
-    return found
+            kernels[name] = _elsewhere(checked(op, valid), fill)
+    kernels["randperm.generator_out"] = _randperm_out
+    kernels["dropout"] = dropout
+    return kernels
 
 
 KERNELS = _kernels()

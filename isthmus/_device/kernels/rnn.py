@@ -1,4 +1,7 @@
-"""Fused RNN cells without biases: torch's Meta kernels know only cells that have them, or none at all."""
+"""Fused RNN cells with one bias or none: torch's Meta kernels know only cells that have both, or none at all.
+
+Zeros stand in for a bias that is not there.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +34,8 @@ def _with_biases(cell: Any) -> Any:
 
 def gru_cell_backward(grad_hy: Tensor, workspace: Tensor, has_bias: bool) -> Any:
     """Run the gradient as if there were biases, and return theirs only if there are."""
-    found = kernel_for(_aten._thnn_fused_gru_cell_backward.default)(grad_hy, workspace, True)
-    return found if has_bias else (*found[:3], None, None)
+    gradients = kernel_for(_aten._thnn_fused_gru_cell_backward.default)(grad_hy, workspace, True)
+    return gradients if has_bias else (*gradients[:3], None, None)
 
 
 KERNELS = {

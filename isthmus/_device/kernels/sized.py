@@ -1,4 +1,9 @@
-"""Ops whose result's size depends on values: one program finds the size, the host reads it, one computes."""
+"""Ops whose result's size depends on values (``nonzero``, ``masked_select``, ``unique``): two programs and a read.
+
+The first program counts (``size`` of the lowering), the host reads the size, and the second is compiled for it. Both
+are cached, so a size that comes back compiles nothing. In lazy mode the read runs the recorded graph; in a JAX trace
+there is no value to read, and the op is refused.
+"""
 
 from __future__ import annotations
 
@@ -69,8 +74,8 @@ class SizedKernel:
             warned = self.accepted[key] = ask_cpu.check(self.op, values)
         for category, text in warned:
             warn_user(category, text)
-        found = self._program("size", names, arrays, arguments)(*arrays)
-        size = tuple(np.asarray(found).reshape(-1).tolist())
+        counted = self._program("size", names, arrays, arguments)(*arrays)
+        size = tuple(np.asarray(counted).reshape(-1).tolist())
         results = self._program(size, names, arrays, arguments)(*arrays)
         tensors = [self._wrapped(array) for array in results]
         if targets:
@@ -85,9 +90,9 @@ class SizedKernel:
 
     def _program(self, size: Any, names: list[str], arrays: list[Any], arguments: dict[str, Any]) -> Any:
         key = (size, *[(a.shape, a.dtype) for a in arrays], repr(arguments))
-        found = self.generations.young.get(key)
-        if found is not None:
-            return found
+        program = self.generations.young.get(key)
+        if program is not None:
+            return program
         return self.generations.find(
             key, lambda: compiler.compile(self._function(size, names, arguments), arrays)
         )
@@ -97,12 +102,12 @@ class SizedKernel:
         assert find is not None
 
         def count(*arrays: Any) -> Any:
-            given = {**arguments, **dict(zip(names, arrays, strict=True))}
-            return find(**{n: v for n, v in given.items() if n in lowering.parameters})
+            filled = {**arguments, **dict(zip(names, arrays, strict=True))}
+            return find(**{n: v for n, v in filled.items() if n in lowering.parameters})
 
         def compute(*arrays: Any) -> Any:
-            given = {**arguments, **dict(zip(names, arrays, strict=True))}
-            result = lowering({**given, "size": size[0] if len(size) == 1 else size})
+            filled = {**arguments, **dict(zip(names, arrays, strict=True))}
+            result = lowering({**filled, "size": size[0] if len(size) == 1 else size})
             if self.by_columns:
                 return (result.T,)
             return tuple(result) if isinstance(result, (list, tuple)) else (result,)

@@ -83,8 +83,8 @@ def _float32(op: OpOverload) -> Callable[..., Any]:
 
 def _widest(op: OpOverload) -> Callable[..., Any]:
     def widest(values: Any) -> torch.dtype:
-        wide = any(t.dtype == torch.float32 for t in _eligible(values))
-        return torch.float32 if wide else torch.get_autocast_dtype("jax")
+        has_float32 = any(t.dtype == torch.float32 for t in _eligible(values))
+        return torch.float32 if has_float32 else torch.get_autocast_dtype("jax")
 
     return _casting(op, widest)
 
@@ -102,8 +102,8 @@ def _float32_unless_given(op: OpOverload) -> Callable[..., Any]:
     index = next(i for i, a in enumerate(op._schema.arguments) if a.name == "dtype")
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        given = kwargs.get("dtype") or (args[index] if index < len(args) else None)
-        if given is None and _eligible(args[:1]):
+        dtype = kwargs.get("dtype") or (args[index] if index < len(args) else None)
+        if dtype is None and _eligible(args[:1]):
             args, kwargs = args[:index], {**kwargs, "dtype": torch.float32}
         with without_autocast():
             return op(*args, **kwargs)

@@ -12,7 +12,7 @@ pending error away, and ``run_backward`` of torch's engine, the one place that e
   where no error can be pending, ``type_`` is an iterator that only answers.
 - **Which pass an error belongs to.** Autograd's one thread for the device works for all passes of all threads.
   ``run_backward`` puts a list into torch's thread-local state, which torch carries to each thread that works for the
-  pass; passes inside passes have lists of their own. Nothing else holds the list: an error nobody raises goes with it.
+  pass; passes inside passes have lists of their own. Nothing else holds the list: an error not raised goes with it.
 - **Ctrl-C** (``Signals``). pybind11 lets Python handle signals when it calls the guard, where C++ allows no exception.
   A signal that arrives while C++ runs a pass on the main thread is therefore handled when the pass has ended.
 
@@ -114,7 +114,7 @@ class Guarding:
 
     def __init__(self, guard: Any, answer: Any) -> None:
         indicator = _Indicator()
-        # pybind11 calls no PyCFunction, which it takes for a method nobody has overridden; ``__next__`` is none.
+        # pybind11 calls no PyCFunction, which it takes for a method that is not overridden; ``__next__`` is none.
         self.taking = map(_Answers(indicator.none, answer, indicator).__getitem__, indicator.taken).__next__
         self.quick = repeat(answer).__next__
         if self.taking() is not answer or self.quick() is not answer:

@@ -69,7 +69,7 @@ def restride(tensor: torch.Tensor, size: Any, stride: Any, offset: Any = 0) -> t
 
 
 def _restriding_guard() -> Callable[[], AbstractContextManager[Any]]:
-    """Return what makes the guard of ``restriding``, tried once."""
+    """Return the function that makes the guard of ``restriding``; it is tried once."""
     keys = torch._C.DispatchKey
     trackers = [key for name, key in keys.__members__.items() if name.startswith("Autograd")]
     trackers.append(keys.ADInplaceOrView)  # type: ignore[attr-defined]
@@ -176,10 +176,10 @@ def in_forward_mode() -> bool:
 
 def above_autograd() -> Any:
     """Return a guard under which a call made by a kernel is recorded by autograd, as one from outside would be."""
-    excluded, kept = torch._C._dispatch_tls_local_exclude_set(), torch._C.DispatchKeySet(_UNDEFINED)
+    excluded, still = torch._C._dispatch_tls_local_exclude_set(), torch._C.DispatchKeySet(_UNDEFINED)
     for key in _AUTOCASTS:
-        kept = kept.add(key) if excluded.has(key) else kept
-    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), kept)
+        still = still.add(key) if excluded.has(key) else still
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), still)
 
 
 def without_autocast() -> Any:
@@ -225,10 +225,10 @@ def _flex_attention_autocast(*args: Any) -> Any:
     from torch._higher_order_ops.flex_attention import flex_attention
 
     dtype = torch.get_autocast_dtype("jax")
-    wide = (torch.float32, torch.float16, torch.bfloat16)
-    given = [x.to(dtype) if x.dtype in wide else x for x in args[:3]]
+    castable = (torch.float32, torch.float16, torch.bfloat16)
+    queries_keys_values = [x.to(dtype) if x.dtype in castable else x for x in args[:3]]
     with without_autocast():
-        return flex_attention(*given, *args[3:])
+        return flex_attention(*queries_keys_values, *args[3:])
 
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -251,10 +251,10 @@ def container_of(kind: type) -> tuple[Callable[[Any], Any], Callable[[Any, Any],
     """Return how torch's pytrees take a container apart and, given the rest first, put it together again."""
     from torch.utils._pytree import SUPPORTED_NODES
 
-    found = SUPPORTED_NODES.get(kind)
-    if found is None:
+    container = SUPPORTED_NODES.get(kind)
+    if container is None:
         return None
-    return found.flatten_fn, lambda rest, items: found.unflatten_fn(list(items), rest)
+    return container.flatten_fn, lambda rest, items: container.unflatten_fn(list(items), rest)
 
 
 @optional("what a compiled forward keeps for backward are many tensors, not one", lambda: True)

@@ -1,7 +1,7 @@
 """Tensors that are sent to other processes: refused where they are sent, or where they arrive.
 
 A "jax" array lives in one process. A ``multiprocessing.Queue``, as under a ``DataLoader``, pickles on a thread of its
-own and drops what cannot be pickled, so whoever waits at the other end would wait for ever. There the error travels
+own and drops what cannot be pickled, so the process at the other end would wait for ever. There the error travels
 in the tensor's place and is raised where it arrives; elsewhere it is raised at once.
 """
 

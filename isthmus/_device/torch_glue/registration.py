@@ -1,4 +1,13 @@
-"""What ``import torch`` runs: device, hooks and guard, without JAX; the rest loads with the first tensor."""
+"""What ``import torch`` runs: device, hooks and guard, without JAX; the rest loads with the first tensor.
+
+``register`` (from ``_isthmus_autoload.py``) names torch's one slot for outside devices "jax" and registers a fallback
+kernel for all ops. The first op on the device calls that fallback, ``load`` imports JAX and registers every kernel
+(``kernels/register.py``), and torch finds those from then on. ``load`` does all of it or nothing: a Ctrl-C in the
+middle must not leave half of the kernels behind.
+
+What can go wrong: another package has the slot; torch counts its devices at the process's first backward, so a device
+registered later gets no gradients; a new torch lacks a private name (``_upstream.py`` says which).
+"""
 
 from __future__ import annotations
 
@@ -58,11 +67,11 @@ def register() -> None:
 
 
 def _warn_of_rival() -> None:
-    found = rival()
-    if found is not None:
+    accelerator = rival()
+    if accelerator is not None:
         warnings.warn(
-            f"device 'jax' takes this process's place for an accelerator: backward() of a {found!r} tensor may "
-            f"now fail inside torch; train on {found!r} in a process that does not import isthmus",
+            f"device 'jax' takes this process's place for an accelerator: backward() of a {accelerator!r} tensor may "
+            f"now fail inside torch; train on {accelerator!r} in a process that does not import isthmus",
             stacklevel=3,
         )
 
@@ -161,7 +170,7 @@ def _unload(before: set[str]) -> None:
 def _check_in_time() -> None:
     """Raise unless autograd knows the device: it counts the devices once, at the process's first backward."""
     if "in time" not in _state:
-        # While torch is still being imported nobody can have called backward.
+        # While torch is still being imported, backward cannot have been called.
         _state["in time"] = _state["with torch"] or _backward_reaches_device()
     if not _state["in time"]:
         raise RegistrationError(

@@ -98,7 +98,7 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
 @contextmanager
 def _on_cpu(module: Any) -> Iterator[None]:
     """Put what a module holds on the CPU inside this block; tensors that are one stay one."""
-    before = [found for found in _tensors(module) if found[2].device.type == "jax"]
+    before = [entry for entry in _tensors(module) if entry[2].device.type == "jax"]
     copies: dict[Any, Tensor] = {}
     try:
         for owner, name, tensor in before:

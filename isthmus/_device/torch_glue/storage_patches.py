@@ -86,9 +86,9 @@ def _host_bytes(storage: Any) -> Any:
 
     with reason("the bytes of a storage"):
         array = held.value
-    found = cpu_from_array(array, to_torch_dtype(array.dtype)).reshape(-1)
+    elements = cpu_from_array(array, to_torch_dtype(array.dtype)).reshape(-1)
     value_checks.raise_pending()
-    return found.view(torch.uint8) if found.numel() else torch.empty(0, dtype=torch.uint8)
+    return elements.view(torch.uint8) if elements.numel() else torch.empty(0, dtype=torch.uint8)
 
 
 def _cpu(storage: Any) -> Any:
@@ -136,8 +136,8 @@ def _replace(storage: Any, data: Any) -> None:
 def _resize_(storage: Any, size: int) -> Any:
     old = _host_bytes(storage)
     new = torch.zeros(size, dtype=torch.uint8)
-    kept = min(size, old.numel())
-    new[:kept] = old[:kept]
+    length = min(size, old.numel())
+    new[:length] = old[:length]
     held = contents(storage)
     width = 1 if type(held) is Bytes else held.signature.dtype.itemsize
     if size % width:
@@ -312,7 +312,7 @@ def _tensor_pointer(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _pointer(tensor: Any, address: int) -> int:
-    """Return what stands for the address of a "jax" tensor's first element, ``address`` for any other tensor."""
+    """Return a number in place of the address of a "jax" tensor's first element, ``address`` for any other tensor."""
     if tensor.is_cpu or tensor.device.type != "jax" or contents(tensor.untyped_storage()) is None:
         return address
     start = _data_ptr(tensor.untyped_storage())

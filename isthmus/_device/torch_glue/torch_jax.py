@@ -114,7 +114,7 @@ class _Waiting(torch.autograd.Function):
 
 
 def _wait_for_autograd() -> None:
-    """Wait for what autograd's thread began, also where nobody kept its results: a program on that thread tells."""
+    """Wait for programs that autograd's thread began, also those whose results are gone, by running one more there."""
     if not _has_autograd_thread():
         return
     with torch.inference_mode(False), torch.enable_grad():
@@ -183,24 +183,26 @@ def _jax_device() -> Any:
 
 
 def get_device_name(device: Any = None) -> str:
-    """Return what JAX calls the device."""
+    """Return JAX's name for the device."""
     return str(_jax_device().device_kind)
 
 
 def get_device_capability(device: Any = None) -> dict[str, Any]:
-    """Return what JAX says of the device."""
-    found = _jax_device()
-    return {"platform": found.platform, "kind": found.device_kind}
+    """Return platform and kind of the device, as JAX names them."""
+    jax_device = _jax_device()
+    return {"platform": jax_device.platform, "kind": jax_device.device_kind}
 
 
 def get_device_properties(device: Any = None) -> Any:
     """Return name, platform and total memory of the device."""
     import types
 
-    found = _jax_device()
-    stats = found.memory_stats() or {}
+    jax_device = _jax_device()
+    stats = jax_device.memory_stats() or {}
     return types.SimpleNamespace(
-        name=str(found.device_kind), platform=found.platform, total_memory=stats.get("bytes_limit", 0)
+        name=str(jax_device.device_kind),
+        platform=jax_device.platform,
+        total_memory=stats.get("bytes_limit", 0),
     )
 
 
