@@ -39,8 +39,9 @@ test-all: lint ## lint, then every test: torch's databases in full, into build/c
 test-versions: ## other releases of torch and JAX, an environment each (gigabytes), into docs/versions.md
 	$(PYTHON) tests/check_versions.py $(PAIRS)
 
-docs: venv ## write docs/ops.md from the registry
+docs: venv ## write docs/ops.md from the registry and docs/settings.md from the settings
 	$(BIN)/python docs/make_ops.py
+	$(BIN)/python docs/make_settings.py
 
 bench: venv ## what importing, dispatching, crossing to JAX and compiled models cost
 	-$(BIN)/python benchmarks/import.py

@@ -1,8 +1,20 @@
-"""PyTorch programs on every XLA device: device "jax", backend "isthmus", and a road to JAX."""
+"""PyTorch programs on every XLA device, in pure Python, through JAX.
+
+``import isthmus`` (or ``import torch``, which imports it where torch has no accelerator of its own) adds the device
+"jax" and the ``torch.compile`` backend "isthmus". The names below are the public API; everything that starts with an
+underscore may change. Names that need JAX are loaded when they are first used, so that the import stays cheap.
+
+>>> import torch, isthmus
+>>> x = torch.tensor([1.0, 4.0, 9.0], device="jax")
+>>> x.sqrt().tolist()
+[1.0, 2.0, 3.0]
+>>> torch.compile(lambda x: (x + 1).sum(), backend="isthmus")(x).item()
+17.0
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isthmus import _upstream
 
@@ -19,6 +31,18 @@ from isthmus._upstream import DRIFT, not_available
 from isthmus.explain import explain
 from isthmus.modes import begin as _begin
 from isthmus.modes import graph_of, jit, lazy, mode, set_mode, sync
+
+if TYPE_CHECKING:  # the names of _LATER, for type checkers and editors
+    from isthmus import checkpoint, metrics, optax
+    from isthmus._export.api import export, load
+    from isthmus._interop.arrays import from_jax, to_jax
+    from isthmus._interop.custom_ops import custom_op
+    from isthmus._interop.functional import functional
+    from isthmus._interop.functions import jax_function
+    from isthmus._interop.modules import jax_module
+    from isthmus._interop.torch_functions import torch_function
+    from isthmus._interop.training import train_step
+    from isthmus._ops.registry import user_lowering as lowering
 
 __version__ = "0.1.0.dev0"
 __all__ = [
@@ -57,7 +81,7 @@ try:
         register()
 except DRIFT as _error:
     raise not_available(_error) from _error
-_begin(config.current.mode)  # what the environment asks for
+_begin(config.current.mode)  # the mode that ISTHMUS_MODE names
 
 
 _LATER = {
@@ -76,16 +100,16 @@ _LATER = {
     "torch_function": "isthmus._interop.torch_functions",
     "train_step": "isthmus._interop.training",
 }
-"""What needs JAX, or a library of its own, by its module and, where it has another name there, that name."""
+"""Names that need JAX, or a library of their own: the module of each, and its name there if that is another."""
 
 
 def __getattr__(name: str) -> Any:
-    """Load what needs JAX when it is asked for."""
+    """Load a public name that needs JAX when it is first used."""
     import importlib
 
     if name not in _LATER:
         raise AttributeError(f"module 'isthmus' has no attribute {name!r}")
-    if name != "metrics":  # which counts nothing until JAX is there
+    if name != "metrics":  # it works without JAX, where every count is zero
         _upstream.require_jax()
     path, _, other = _LATER[name].partition(":")
     module = importlib.import_module(path)

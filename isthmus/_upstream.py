@@ -75,7 +75,7 @@ def optional(consequence: str, otherwise: Callable[..., Any]) -> Callable[[Calla
 
 
 def choose(name: str, consequence: str, preferred: Callable[[], T], otherwise: T) -> T:
-    """Return what ``preferred`` looks up and tries, or ``otherwise`` where that raises.
+    """Return ``preferred()``, which looks a name up and tries it, or ``otherwise`` where that raises.
 
     For names on the path of every op: the choice is made once, so that a call costs what it did before.
     """
@@ -103,7 +103,7 @@ def not_available(error: BaseException) -> RegistrationError:
 
 
 def check_versions() -> None:
-    """Raise a SetupError if this Python, torch or JAX cannot serve the device, as far as can be told without JAX."""
+    """Raise a SetupError if this Python, torch or JAX cannot serve the device; JAX is not imported to find out."""
     fault = python_fault() or package_fault("torch") or package_fault("jax")
     if fault is not None:
         raise SetupError(fault)
@@ -117,7 +117,7 @@ def require_jax() -> None:
 
 
 def jax_fault() -> tuple[str, Exception | None] | None:
-    """Return what keeps JAX from being used, and the exception of its import, or None; imports it."""
+    """Return the reason why JAX cannot be used, and the exception of its import, or None; imports it."""
     fault = package_fault("jax")
     if fault is not None:
         return fault, None
@@ -133,7 +133,7 @@ def jax_fault() -> tuple[str, Exception | None] | None:
 
 
 def python_fault() -> str | None:
-    """Return what is wrong with this Python, or None."""
+    """Return the fault of this Python, or None."""
     if sys.version_info[:2] >= OLDEST_PYTHON:
         return None
     oldest = ".".join(map(str, OLDEST_PYTHON))
@@ -145,7 +145,7 @@ def python_fault() -> str | None:
 
 
 def package_fault(package: str) -> str | None:
-    """Return what is wrong with torch or JAX, or None; imports nothing."""
+    """Return the fault of torch or JAX, or None; imports nothing."""
     try:
         there = package in sys.modules or importlib.util.find_spec(package) is not None
     except (ImportError, ValueError):

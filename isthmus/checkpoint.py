@@ -1,4 +1,8 @@
-"""Checkpoints that torch and JAX programs share: orbax folders of nested pytrees, and optimizers' states both ways."""
+"""``isthmus.checkpoint``: orbax checkpoints that torch and JAX programs share, and optimizers' states both ways.
+
+``save`` and ``load`` are in ``_interop/checkpoints.py``, ``to_optax`` and ``from_optax`` in
+``_interop/optax_states.py``.
+"""
 
 from __future__ import annotations
 

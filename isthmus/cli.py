@@ -1,4 +1,6 @@
-"""The command ``isthmus``: is the installation healthy, what is covered, models written and run as programs."""
+"""The command ``isthmus``: ``doctor`` (is the installation healthy), ``where`` and ``ops`` (which ops are covered, and
+in which file), ``export`` and ``run`` (models as programs). Each command imports what it needs when it is chosen.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 healthy or found, 1 not, 2 misused."""
     arguments = _parser().parse_args(argv)
-    if arguments.run is not _doctor:  # which says all that it finds
+    if arguments.run is not _doctor:  # it reports a missing JAX among the rest
         fault = _upstream.jax_fault()
         if fault is not None:
             print(f"isthmus: {fault[0]}", file=sys.stderr)
@@ -102,33 +104,33 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _where(arguments: argparse.Namespace) -> int:
     from isthmus import coverage
 
-    found = [coverage.answer(op) for op in coverage.overloads(arguments.op)]
-    if not found:
+    answers = [coverage.answer(op) for op in coverage.overloads(arguments.op)]
+    if not answers:
         name = arguments.op.replace("::", ".").removeprefix("aten.").split(".")[0]
         close = difflib.get_close_matches(name, coverage.packet_names("aten"), n=3)
         hint = f"did you mean {' or '.join(close)}?" if close else "names are torch's: softmax, add.Tensor"
         print(f"isthmus: torch has no op {arguments.op!r}; {hint}", file=sys.stderr)
         return 1
-    width = max(len(str(each.op)) for each in found)
-    # What has a line to open comes first: it is what the question was about.
-    for each in sorted(found, key=lambda each: each.place is None):
+    width = max(len(str(each.op)) for each in answers)
+    # Ops with a line to open come first: the question was where the code is.
+    for each in sorted(answers, key=lambda each: each.place is None):
         print(f"{each.op!s:{width}}  {_explain(each)}")
     return 0
 
 
-def _explain(found: Answer) -> str:
+def _explain(answer: Answer) -> str:
     from isthmus import coverage
 
-    if found.tier == coverage.LOWERED:
-        derived = f"  derived from {found.through}" if found.through is not found.op else ""
-        return f"{found.place}{derived}"
+    if answer.tier == coverage.LOWERED:
+        derived = f"  derived from {answer.through}" if answer.through is not answer.op else ""
+        return f"{answer.place}{derived}"
     return {
-        coverage.DEVICE: f"{found.place}  the device's own kernel",
+        coverage.DEVICE: f"{answer.place}  the device's own kernel",
         coverage.VIEW: "a view: torch's own, read and written by its strides (isthmus/_device/core/strided.py)",
         coverage.COMPOSITE: "composite: torch takes it apart into other ops",
         coverage.DECOMPOSED: "decomposed: torch's own decomposition, traced into one program",
         coverage.CPU: "CPU: nothing lowers it; docs/add-a-lowering.md says how to",
-    }[found.tier]
+    }[answer.tier]
 
 
 def _ops(arguments: argparse.Namespace) -> int:

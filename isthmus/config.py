@@ -1,8 +1,21 @@
-"""Settings: one frozen dataclass, changed by assignment, as in ``isthmus.config.fallback = "error"``.
+"""Settings of the process: one frozen dataclass, changed by assignment, as in ``isthmus.config.fallback = "error"``.
 
-Each has an environment variable, which is read when ``isthmus`` is imported. ``import torch`` imports it, so a variable
-with a wrong value or name is warned about and left out: it must not keep torch from being imported. An assignment of a
-wrong value raises. docs/settings.md is written from this module (``table``), and a test compares the two.
+Every setting has an environment variable, which is read once, when ``isthmus`` is imported. ``import torch`` imports
+it, so a variable with a wrong value or name is warned about and left out: it must not keep torch from being imported.
+An assignment of a wrong value raises ``isthmus.errors.ConfigError``.
+
+>>> import isthmus
+>>> isthmus.config.graph_size
+5000
+>>> isthmus.config.fallback = "sometimes"
+Traceback (most recent call last):
+    ...
+isthmus.errors.ConfigError: isthmus.config.fallback = 'sometimes' is not a choice; choose from 'cpu', 'warn', 'error'
+
+``current`` is the ``Settings`` object in force; an assignment replaces it whole, so a reader on another thread sees
+either the old settings or the new. ``mode`` is the exception: it belongs to a thread and switching it runs code, so
+``isthmus/modes.py`` takes its reads and writes over (``connect``). Fields are declared and checked by
+``isthmus/_settings.py``; docs/make_settings.py prints them into docs/settings.md, and a test compares the two.
 """
 
 from __future__ import annotations
@@ -12,118 +25,119 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from types import ModuleType
 from typing import Any
 
-from isthmus.errors import ConfigError, ConfigWarning
-
-
-def _setting(default: Any, variable: str, choices: tuple[Any, ...], doc: str, kind: str = "") -> Any:
-    metadata = {"variable": variable, "choices": choices, "doc": doc, "kind": kind}
-    return field(default=default, metadata=metadata)
+from isthmus import _settings
+from isthmus.errors import ConfigWarning
 
 
 @dataclass(frozen=True)
 class Settings:
     """Every setting, its default, its environment variable and one sentence about it."""
 
-    fallback: str = _setting(
+    fallback: str = _settings.setting(
         "warn",
-        "ISTHMUS_FALLBACK",
-        ("cpu", "warn", "error"),
-        "What happens to an op nothing lowers: run it on the CPU silently, with one warning, or raise.",
+        "What happens to an op without a lowering or a decomposition: it runs on the CPU silently, with one warning "
+        "per op, or raises.",
+        choices=("cpu", "warn", "error"),
+        variable="ISTHMUS_FALLBACK",
     )
-    check_indices: str = _setting(
+    check_indices: str = _settings.setting(
         "auto",
-        "ISTHMUS_CHECK_INDICES",
-        ("auto", "now", "later", "off"),
         "When an index out of range raises: at its call, at the next host read, never; auto is now on the "
         "CPU and later elsewhere.",
+        choices=("auto", "now", "later", "off"),
+        variable="ISTHMUS_CHECK_INDICES",
     )
-    donate: str = _setting(
+    donate: str = _settings.setting(
         "auto",
-        "ISTHMUS_DONATE",
-        ("auto", "off"),
         "Whether an in-place op may reuse the memory of the array it replaces.",
+        choices=("auto", "off"),
+        variable="ISTHMUS_DONATE",
     )
-    cache: str = _setting(
+    cache: str = _settings.setting(
         "",
-        "ISTHMUS_CACHE",
-        (),
         "A folder where compiled programs are kept, so that the next process starts warm; empty keeps none. "
         "It must be yours alone to write to.",
+        variable="ISTHMUS_CACHE",
         kind="a path",
     )
-    cache_size: int = _setting(
+    cache_size: int = _settings.setting(
         2048,
-        "ISTHMUS_CACHE_SIZE",
-        (),
-        "How many megabytes of compiled programs that folder keeps; those unused for longest go first.",
+        "How many megabytes of compiled programs that folder keeps; the least recently used go first.",
+        variable="ISTHMUS_CACHE_SIZE",
     )
-    progress: str = _setting(
+    progress: str = _settings.setting(
         "auto",
-        "ISTHMUS_PROGRESS",
-        ("auto", "off"),
         "Whether a terminal shows a line while a compilation takes over two seconds.",
+        choices=("auto", "off"),
+        variable="ISTHMUS_PROGRESS",
     )
-    mode: str = _setting(
+    mode: str = _settings.setting(
         "eager",
-        "ISTHMUS_MODE",
-        ("eager", "lazy"),
         "Whether ops run at once or are recorded; assigning it is `isthmus.set_mode`, reading it `isthmus.mode`.",
+        choices=("eager", "lazy"),
+        variable="ISTHMUS_MODE",
     )
-    backend: str = _setting(
+    backend: str = _settings.setting(
         "xla",
-        "ISTHMUS_BACKEND",
-        (),
         "What compiles recorded graphs: xla, reference (ATen on the CPU, op by op), or one you registered.",
+        variable="ISTHMUS_BACKEND",
         kind="the name of a backend",
     )
-    graph_size: int = _setting(
-        5000,
-        "ISTHMUS_GRAPH_SIZE",
-        (),
-        "How many ops lazy mode records before it runs them by itself.",
+    graph_size: int = _settings.setting(
+        5000, "How many ops lazy mode records before it runs them by itself.", variable="ISTHMUS_GRAPH_SIZE"
     )
-    programs: int = _setting(
+    programs: int = _settings.setting(
         256,
-        "ISTHMUS_PROGRAMS",
-        (),
-        "How many compiled programs lazy mode keeps; the one unused for longest goes first.",
+        "How many compiled programs lazy mode keeps; the least recently used goes first.",
+        variable="ISTHMUS_PROGRAMS",
     )
-    lines: str = _setting(
+    log: str = _settings.setting(
         "off",
-        "ISTHMUS_LINES",
-        ("off", "on"),
+        "What is logged: nothing, or each graph before and after a pass that changes it.",
+        choices=("off", "passes"),
+        variable="ISTHMUS_LOG",
+    )
+    lines: str = _settings.setting(
+        "off",
         "Whether lazy mode notes the line of your code that recorded each op, for errors and printed graphs.",
+        choices=("off", "on"),
+        variable="ISTHMUS_LINES",
     )
 
 
+_FIELDS = Settings.__dataclass_fields__
 AUTOLOAD = "ISTHMUS_AUTOLOAD"
 """The one variable that is no setting: ``_isthmus_autoload.py`` reads it to know whether to import this package."""
 
 
 def from_environment() -> Settings:
-    """Return the settings the environment asks for; warn about variables that ask for what there is not."""
-    variables = {f.metadata["variable"]: f.name for f in fields(Settings)}
-    given: dict[str, Any] = {}
+    """Return the settings the environment asks for; warn about variables with a wrong name or value."""
+    variables = {each.metadata["variable"]: each for each in fields(Settings)}
+    values: dict[str, Any] = {}
     for variable, text in sorted(os.environ.items()):
-        name = variables.get(variable)
-        if name is None:
+        about = variables.get(variable)
+        if about is None:
             if variable.startswith("ISTHMUS_") and variable != AUTOLOAD:
                 _warn_of_name(variable, [*variables, AUTOLOAD])
         elif text:  # an empty variable is one that is not set
-            value = _parsed(name, text)
-            if _fault(name, value) is None:
-                given[name] = value
+            is_number = isinstance(about.default, int) and text.strip().isdecimal()
+            value = int(text) if is_number else text
+            if _settings.fault(about, value) is None:
+                values[about.name] = value
             else:
-                _warn(f"{variable}={text!r} is ignored: {variable} takes {legal(name)}; {_default(name)}")
-    return Settings(**given)
+                _warn(
+                    f"{variable}={text!r} is ignored: {variable} takes {_settings.legal(about)}; "
+                    f"the default, {about.default!r}, is used"
+                )
+    return Settings(**values)
 
 
 def _warn_of_name(variable: str, known: list[str]) -> None:
-    # The prefix is common to all, and would make any two names look alike.
+    # Compared without the prefix, which is common to all and would make any two names look alike.
     ends = [name.removeprefix("ISTHMUS_") for name in known]
     close = difflib.get_close_matches(variable.removeprefix("ISTHMUS_"), ends, n=1)
     hint = f"did you mean ISTHMUS_{close[0]}?" if close else f"there are {', '.join(known)}"
@@ -134,63 +148,9 @@ def _warn(text: str) -> None:
     warnings.warn(text, ConfigWarning, stacklevel=3)
 
 
-def _default(name: str) -> str:
-    default = Settings.__dataclass_fields__[name].default
-    return f"the default, {default!r}, is used"
-
-
-def legal(name: str) -> str:
-    """Return the legal values of a setting in words."""
-    setting = Settings.__dataclass_fields__[name]
-    choices = setting.metadata["choices"]
-    if choices:
-        return " or ".join(repr(choice) for choice in choices)
-    return "a positive integer" if isinstance(setting.default, int) else setting.metadata["kind"]
-
-
-def table() -> str:
-    """Return every setting as the rows of a Markdown table."""
-    rows = ["| setting | environment variable | values | default | |", "| --- | --- | --- | --- | --- |"]
-    for setting in fields(Settings):
-        choices = setting.metadata["choices"]
-        values = ", ".join(f"`{choice}`" for choice in choices) if choices else legal(setting.name)
-        default = f"`{setting.default}`" if setting.default != "" else "empty"
-        variable, doc = setting.metadata["variable"], setting.metadata["doc"]
-        rows.append(f"| `{setting.name}` | `{variable}` | {values} | {default} | {doc} |")
-    return "\n".join(rows)
-
-
-def _parsed(name: str, text: str) -> Any:
-    """Return a setting's value from its text in the environment."""
-    is_count = isinstance(Settings.__dataclass_fields__[name].default, int)
-    return int(text) if is_count and text.strip().isdecimal() else text
-
-
 def xla_flags() -> str:
     """Return the flags the environment gives XLA: programs compiled with others are other programs."""
     return os.environ.get("XLA_FLAGS", "")
-
-
-def _check(name: str, value: Any) -> None:
-    known = [f.name for f in fields(Settings)]
-    if name not in known:
-        raise ConfigError(f"isthmus.config has no setting {name!r}; it has {', '.join(known)}")
-    fault = _fault(name, value)
-    if fault is not None:
-        raise ConfigError(f"isthmus.config.{name} = {value!r} {fault}")
-
-
-def _fault(name: str, value: Any) -> str | None:
-    """Return what is wrong with the value of a setting, or None."""
-    setting = Settings.__dataclass_fields__[name]
-    choices = setting.metadata["choices"]
-    if isinstance(setting.default, int) and (type(value) is not int or value < 1):
-        return "is not a positive integer"
-    if not choices and not isinstance(value, type(setting.default)):
-        return "is not a string"
-    if choices and value not in choices:
-        return f"is not a choice; choose from {', '.join(repr(choice) for choice in choices)}"
-    return None
 
 
 @dataclass(frozen=True)
@@ -200,11 +160,11 @@ class _Live:
 
 
 _live: dict[str, _Live] = {}
-"""Settings whose value is kept by a module above this one."""
+"""Settings whose value lives in a module above this one."""
 
 
 def connect(name: str, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
-    """Let a setting be read and assigned through these functions: more happens there than a value is stored."""
+    """Read and assign a setting through these functions instead of ``current``: assigning it runs code."""
     _live[name] = _Live(read, write)
 
 
@@ -212,7 +172,7 @@ def __getattr__(name: str) -> Any:
     """Return the current value of a setting."""
     if name in _live:
         return _live[name].read()
-    if name in Settings.__dataclass_fields__:
+    if name in _FIELDS:
         return getattr(current, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -221,10 +181,13 @@ class _Config(ModuleType):
     """Makes the module's settings assignable, and refuses what is not a setting."""
 
     def __setattr__(self, name: str, value: Any) -> None:
+        # The import system sets dunder names, and tests replace ``current``; neither is a setting.
         if name.startswith("__") or name in self.__dict__:
             super().__setattr__(name, value)
             return
-        _check(name, value)
+        _settings.check(
+            Settings, name, value, unknown="isthmus.config has no setting", assigned=f"isthmus.config.{name}"
+        )
         if name in _live:
             _live[name].write(value)
             return

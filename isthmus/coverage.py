@@ -1,14 +1,11 @@
-"""Which tier answers an op, and the file and line of its lowering."""
+"""Which tier answers an op, and the file and line of its lowering: ``isthmus where``, ``isthmus ops``, docs/ops.md."""
 
 from __future__ import annotations
 
-import functools
-import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -17,7 +14,7 @@ from isthmus._device.core import decompose
 from isthmus._device.kernels import register
 from isthmus._device.torch_glue.private import has_kernel, op_names
 from isthmus._graph.schema import functional_of, mutating_of, schema_of
-from isthmus._ops.registry import registry
+from isthmus._ops.registry import place_of_function, registry
 
 _OPS = Path(__file__).parent / "_ops"
 _RUNS_ON_CPU = (
@@ -125,49 +122,13 @@ def _packet(namespace: str, name: str, known: set[str]) -> Iterator[OpOverload]:
 
 
 def _place_of_lowering(op: OpOverload) -> Place:
-    function = registry[op].function
-    place = _place_of_function(function)
-    if not place.file.is_relative_to(_OPS) or _mentions(_source(place.file)[place.line - 1 :][:2], op):
-        return place
-    # A row of a table: the function is a helper's, the line that names the op is the one to open.
-    inner = getattr(function, "__wrapped_function__", function)
-    return _row(op) or _place_of_function(inner)
+    """Return the line that registers ``op``; where that reads a table, the row of the table that names it."""
+    file, line = registry[op].place
+    source = Path(file).read_text(encoding="utf-8").splitlines() if Path(file).is_relative_to(_OPS) else []
+    named = [number for number, text in enumerate(source, 1) if re.search(rf"\b{re.escape(str(op))}\b", text)]
+    return Place(Path(file), line if line in named or not named else named[0])
 
 
-def _mentions(lines: tuple[str, ...], op: OpOverload) -> bool:
-    return any(re.search(rf"\b{re.escape(str(op))}\b", line) for line in lines)
-
-
-def _row(op: OpOverload) -> Place | None:
-    packet = str(op).split(".")[1]
-    words = _words()
-    return next((words[w] for w in (str(op), f"aten.{packet}", f'"{packet}"', packet) if w in words), None)
-
-
-_WORD = re.compile(r"aten\.(?P<packet>\w+)(?:\.\w+)?|[\"'](?P<quoted>\w+)[\"']|\w+")
-
-
-@functools.cache
-def _words() -> dict[str, Place]:
-    """Return where each word of the families stands first: names of overloads, of packets, in quotes and bare."""
-    found: dict[str, Place] = {}
-    for file in sorted(_OPS.rglob("*.py")):
-        for number, line in enumerate(_source(file), 1):
-            for match in _WORD.finditer(line):
-                forms = [match[0], match["packet"] and f"aten.{match['packet']}", match["packet"]]
-                forms += [match["quoted"] and f'"{match["quoted"]}"', match["quoted"]]
-                for form in filter(None, forms):
-                    found.setdefault(form, Place(file, number))
-    return found
-
-
-@functools.cache
-def _source(file: Path) -> tuple[str, ...]:
-    return tuple(file.read_text(encoding="utf-8").splitlines())
-
-
-def _place_of_function(function: Any) -> Place:
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    if code is None:
-        return Place(_OPS / "registry.py", 1)
-    return Place(Path(code.co_filename), code.co_firstlineno)
+def _place_of_function(function: Callable[..., object]) -> Place:
+    file, line = place_of_function(function)
+    return Place(Path(file), line)

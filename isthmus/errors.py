@@ -1,4 +1,11 @@
-"""The errors Isthmus raises of its own; a mistake torch also rejects raises torch's exception."""
+"""The errors Isthmus raises of its own; a mistake torch also rejects raises torch's exception.
+
+Each class derives from ``IsthmusError`` and, where torch or Python has a class for the mistake, from that as well.
+
+>>> import isthmus
+>>> issubclass(isthmus.errors.ConfigError, (isthmus.errors.IsthmusError, ValueError))
+True
+"""
 
 from __future__ import annotations
 
@@ -66,5 +73,5 @@ class ConfigWarning(UserWarning):
 
 
 def first_line(text: str) -> str:
-    """Return the first line of what an error says: XLA's go on with whole programs."""
+    """Return the first line of an error's text, without blanks around it: XLA's errors go on with whole programs."""
     return (text.strip().splitlines() or [""])[0]

@@ -10,12 +10,29 @@ if TYPE_CHECKING:
 
 
 def explain(fn: Callable[..., Any], *, backward: bool = False, **options: Any) -> Callable[..., Explanation]:
-    """Return a function of ``fn``'s arguments that compiles ``fn``, runs it once and returns what happened.
+    """Show what ``torch.compile(backend="isthmus")`` makes of a function: graphs, programs, fallbacks, graph breaks.
 
-    All that Dynamo has compiled in this process is dropped first (``torch._dynamo.reset()``), so that ``fn`` is
-    compiled anew. What ``fn`` does besides returning is done, once. With ``backward=True`` the gradients of the sum
-    of its floating results are computed too, and added to ``.grad`` as by any ``backward()``. ``options`` are those
-    of ``torch.compile``: ``dynamic``, ``fullgraph``, ``options={...}``.
+    Everything that Dynamo has compiled in this process is dropped first (``torch._dynamo.reset()``), so that ``fn`` is
+    compiled anew. It runs once, with its side effects.
+
+    Arguments:
+        fn: the function or module to compile.
+        backward: whether to compute the gradients of the sum of its floating results too; they are added to
+            ``.grad`` as by any ``backward()``.
+        options: keyword arguments of ``torch.compile``: ``dynamic``, ``fullgraph``, ``options={...}``.
+
+    Returns:
+        A function of the arguments of ``fn``. It returns an ``Explanation``: ``print`` shows it, ``save_html(path)``
+        writes it, and ``graphs``, ``breaks``, ``stablehlo()`` and ``hlo()`` are its parts.
+
+    Example:
+        >>> import torch, isthmus
+        >>> x = torch.ones(8, device="jax")
+        >>> explanation = isthmus.explain(lambda x: (x.sin() + 1).sum())(x)
+        >>> len(explanation.graphs), len(explanation.breaks)
+        (1, 0)
+        >>> "stablehlo.sine" in explanation.stablehlo()
+        True
     """
 
     def run(*args: Any, **kwargs: Any) -> Explanation:

@@ -1,4 +1,15 @@
-"""What the device did: ops recorded, programs compiled and run and why, transfers, and ops that fell to the CPU."""
+"""What the device did: ops recorded, programs compiled and run and why, transfers, fallbacks to the CPU.
+
+The counters are always on and belong to the process; docs/metrics.md says what each counts.
+
+>>> import torch, isthmus
+>>> isthmus.metrics.clear()
+>>> y = torch.tensor([1.0, 2.0]).to("jax")
+>>> isthmus.metrics.counts()["transfers to device"]
+1
+>>> isthmus.metrics.fallbacks()
+{}
+"""
 
 from __future__ import annotations
 
@@ -26,24 +37,63 @@ _FIRST = (
 
 
 def counts() -> dict[str, int]:
-    """Return every counter by name, such as ``"compilations"``."""
+    """Return every counter by name.
+
+    Returns:
+        A dict of counts; a counter that nothing has touched is not in it.
+
+    Example:
+        >>> import torch, isthmus
+        >>> isthmus.metrics.clear()
+        >>> x = torch.ones(2, device="jax").cpu()
+        >>> isthmus.metrics.counts()["bytes to host"]
+        8
+    """
     return dict(counters.counts)
 
 
 def fallbacks() -> dict[str, int]:
-    """Return how often each op ran on the CPU, the most frequent first."""
+    """Return how often each op ran on the CPU, the most frequent first.
+
+    Returns:
+        A dict of counts by op, such as ``{"aten._ctc_loss.Tensor": 3}``; empty where everything ran on the device.
+
+    Example:
+        >>> import isthmus
+        >>> isthmus.metrics.clear()
+        >>> isthmus.metrics.fallbacks()
+        {}
+    """
     return dict(counters.fallbacks.most_common())
 
 
 def clear() -> None:
-    """Start every count anew."""
+    """Set every count to zero.
+
+    Example:
+        >>> import isthmus
+        >>> isthmus.metrics.clear()
+        >>> isthmus.metrics.counts()
+        {}
+    """
     counters.clear()
 
 
 def as_dict() -> dict[str, Any]:
-    """Return everything that was counted as plain data, fit for JSON; what never happened counts zero."""
-    found = counts()
-    named = {name: found.pop(name, 0) for name in _FIRST if not name.startswith("seconds")}
+    """Return everything that was counted as plain data, fit for JSON.
+
+    Returns:
+        Nested dicts with the keys ``ops recorded``, ``programs``, ``compilations``, ``transfers``,
+        ``materialisations``, ``fallbacks`` and ``other``; a count of nothing is 0, not missing.
+
+    Example:
+        >>> import isthmus
+        >>> isthmus.metrics.clear()
+        >>> isthmus.metrics.as_dict()["compilations"]["count"]
+        0
+    """
+    others = counts()
+    named = {name: others.pop(name, 0) for name in _FIRST if not name.startswith("seconds")}
     return {
         "ops recorded": named["ops recorded"],
         "programs": {
@@ -67,12 +117,22 @@ def as_dict() -> dict[str, Any]:
         "fallbacks": {
             op: {"count": times, "reason": counters.reasons.get(op, "")} for op, times in fallbacks().items()
         },
-        "other": found,
+        "other": others,
     }
 
 
 def report() -> str:
-    """Return the counts as text for a person, with what made programs run and the reason for each fallback."""
+    """Return the counts as text for a person, with what made programs run and the reason for each fallback.
+
+    Returns:
+        The text, of several lines.
+
+    Example:
+        >>> import isthmus
+        >>> isthmus.metrics.clear()
+        >>> print(isthmus.metrics.report())
+        ran on the CPU: nothing
+    """
     rows = {name: f"{value:,}" for name, value in counts().items()}
     rows |= {f"seconds in {stage}": f"{took:.3f}" for stage, took in dict(counters.seconds).items()}
     width = max((len(name) for name in rows), default=0)

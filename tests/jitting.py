@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import isthmus
+from isthmus._device.core import donation
+from isthmus._device.core.buffer import buffer_of
 
 
 def arange(n: int, *shape: int) -> Tensor:
@@ -17,7 +19,8 @@ def arange(n: int, *shape: int) -> Tensor:
 
 
 def held(tensor: Tensor) -> Any:
-    return tensor.untyped_storage()._buffer.held  # type: ignore[attr-defined]
+    """Return the array or the node behind a tensor, taken back from a program that keeps it."""
+    return donation.settled(buffer_of(tensor))
 
 
 def jit_warning() -> type[Warning]:

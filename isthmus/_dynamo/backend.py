@@ -11,13 +11,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from isthmus._device.torch_glue.private import has_saving_hooks
-from isthmus._dynamo import (
-    cross_entropy_pass,
-    decompositions,
-    repeated_blocks,
-    saved_tensors,
-    slice_gradient_pass,
-)
+from isthmus._dynamo import decompositions, repeated_blocks, saved_tensors
+from isthmus._dynamo import joint as joint_passes
 from isthmus._dynamo.clusters import Clusters
 from isthmus._dynamo.evaluate import NodeFailure
 from isthmus._dynamo.fast_path import quick
@@ -86,8 +81,7 @@ def _partition(
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     key_random_nodes(joint.graph)
-    cross_entropy_pass.rewrite(joint.graph)
-    slice_gradient_pass.join(joint.graph)
+    joint_passes.optimise(joint.graph)
     _save_what_is_overwritten(joint.graph)
     split = min_cut_rematerialization_partition(joint, *args, num_fwd_outputs=num_fwd_outputs, **kwargs)
     one = options.blocks == "fuse" or not any(map(repeated_blocks.segments, split))

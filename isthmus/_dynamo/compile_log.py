@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from isthmus._runtime import compiler
 if TYPE_CHECKING:
     from isthmus._dynamo.clusters import Clusters
     from isthmus._dynamo.specialization import Specialization
+    from isthmus._program.program import CompiledProgram
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,10 @@ def graph(clusters: Clusters) -> None:
         record.graphs.append(clusters)
 
 
-def compile(specialization: Specialization, donated: tuple[int, ...]) -> Callable[..., Any]:
-    """Return the executable of a specialization."""
+def compile(specialization: Specialization, bundled: bool = True) -> CompiledProgram:
+    """Return the program of a specialization, compiled, and add it to the records that are open."""
+    made = specialization.compile(compiler.build, bundled)
     program = specialization.program
-    title = f"{program.name} ({len(program.module.graph.nodes):,} nodes)"
-    made = compiler.build(
-        specialization.compute, specialization.examples, donated, program.options.xla, title
-    )
     for record in _listeners:
-        record.compilations.append(Compilation(program.name, program.module, made))
-    return made.call
+        record.compilations.append(Compilation(program.name, program.module, made.executable))
+    return made

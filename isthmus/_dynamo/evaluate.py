@@ -18,11 +18,12 @@ from torch.fx import GraphModule, Node
 from isthmus._device.core import strided
 from isthmus._device.core.buffer import wrap_strided
 from isthmus._device.core.decompose import to_arrays
+from isthmus._device.core.generator import random_key
 from isthmus._device.core.host_tensors import array_from_cpu
 from isthmus._device.core.slots import store
 from isthmus._device.torch_glue.private import has_kernel
 from isthmus._dynamo import layout, refusals
-from isthmus._dynamo.random import Draw, Keyed, key_of
+from isthmus._dynamo.random import Draw, Keyed
 from isthmus._graph.schema import Argument, mutating_of, schema_of
 from isthmus._ops import families  # noqa: F401  # importing it files every lowering
 from isthmus._ops.common import Number, cast
@@ -110,7 +111,7 @@ class Evaluation:
         if isinstance(target, Draw):
             return self.words
         if isinstance(target, Keyed):
-            return lower(target.op, args[1:], kwargs, key_of(args[0], target.index))
+            return lower(target.op, args[1:], kwargs, random_key(args[0], target.index))
         if (
             isinstance(target, OpOverload)
             and target not in VIEWS

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import linecache
 import re
 import time
 from collections import Counter
@@ -20,36 +19,17 @@ from torch.utils._pytree import tree_leaves
 from isthmus._dynamo import compile_log, private
 from isthmus._dynamo.clusters import _ID, Clusters
 from isthmus._dynamo.random import Draw, Keyed
-from isthmus._dynamo.text_tables import amount, counted, duration, first_line, table
+from isthmus._dynamo.text_tables import amount, counted, duration, table
 from isthmus._runtime import counters, files
 from isthmus._runtime.compiler import Executable
+from isthmus._runtime.user_frames import Place, user_place
+from isthmus.errors import first_line
 
 if TYPE_CHECKING:
     from isthmus._dynamo.program import Program
 
-_TORCH = Path(torch.__file__).parent
-_ISTHMUS = Path(__file__).parent.parent
-
 STAGES = {"trace": "trace", "lower": "lower", "xla": "XLA"}
 """The stages of a compilation, and their titles."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """A line of the user's."""
-
-    file: str
-    line: int
-
-    def __str__(self) -> str:
-        file = Path(self.file)
-        inside = file.is_relative_to(Path.cwd())
-        return f"{file.relative_to(Path.cwd()) if inside else file}:{self.line}"
-
-    @property
-    def source(self) -> str:
-        """The text of the line, or nothing where there is no file."""
-        return linecache.getline(self.file, self.line).strip()
 
 
 @dataclass(frozen=True)
@@ -77,7 +57,7 @@ class Compiled:
 
     def hlo(self) -> str:
         """Return what XLA made of it."""
-        return self.executable.compiled.as_text()
+        return self.executable.compiled.as_text() or ""
 
 
 @dataclass(frozen=True)
@@ -239,7 +219,7 @@ def explained(
 
 def _breaks(found: Sequence[private.GraphBreak]) -> tuple[Break, ...]:
     """Return the breaks in the user's code, once each: Dynamo meets one again where it inlines its function."""
-    places = [(_users_line(stack), reason, skipped) for stack, reason, skipped in found]
+    places = [(user_place(stack), reason, skipped) for stack, reason, skipped in found]
     return tuple(dict.fromkeys(Break(place, why, skipped) for place, why, skipped in places if place))
 
 
@@ -310,16 +290,8 @@ def operation(node: Node) -> str:
 
 
 def _place(node: Node) -> Place | None:
-    found = re.findall(r'File "(.+)", line (\d+)', node.meta.get("stack_trace") or "")
-    return _users_line([(file, int(line)) for file, line in found])
-
-
-def _users_line(stack: Sequence[tuple[str, int]]) -> Place | None:
-    """Return the innermost line that is neither torch's nor ours; torch's where there is no other."""
-    foreign = [frame for frame in stack if not Path(frame[0]).is_relative_to(_ISTHMUS)]
-    own = [frame for frame in foreign if not Path(frame[0]).is_relative_to(_TORCH)]
-    found = [*foreign, *own]
-    return Place(*found[-1]) if found else None
+    frames = re.findall(r'File "(.+)", line (\d+)', node.meta.get("stack_trace") or "")
+    return user_place([(file, int(line)) for file, line in frames])
 
 
 def _compiled(name: str, executable: Executable) -> Compiled:

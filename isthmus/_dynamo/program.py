@@ -45,7 +45,8 @@ class Program:
         if forks.forked:
             forks.check()
         if mode.current.lazy:
-            mode.current.materialise()
+            with mode.reason("a compiled function"):
+                mode.current.materialise()
         last = self.last
         sources = last.sources(args) if last is not None else None
         if last is None or sources is None:

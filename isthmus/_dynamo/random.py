@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 import torch
 from torch._ops import OpOverload
@@ -90,12 +89,3 @@ def _first_call(graph: Graph) -> Node:
 
 def _first_tensor(value: Any) -> torch.Tensor:
     return _first_tensor(value[0]) if isinstance(value, Sequence) and not isinstance(value, str) else value
-
-
-def key_of(words: Any, index: int) -> Any:
-    """Return the JAX key of the random node with this index, the one eager would use for that draw."""
-    offset = words[2].astype(np.uint64) << 32 | words[3].astype(np.uint64)
-    offset = offset + np.uint64(index)
-    key = jax.random.wrap_key_data(words[:2], impl="threefry2x32")
-    high, low = (offset >> 32).astype(np.uint32), offset.astype(np.uint32)
-    return jax.random.fold_in(jax.random.fold_in(key, high), low)

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
+from torch.fx import Node as FxNode
 
 from isthmus._device.core.buffer import Signature, maker
-from isthmus._device.core.slots import store
 from isthmus._device.torch_glue.private import restrided, restriding
 from isthmus._device.torch_glue.registration import load
 from isthmus._dynamo import dlpack
-from isthmus._dynamo.layout import Symbols, root_of
+from isthmus._dynamo.convert import Conversion
+from isthmus._dynamo.layout import root_of
 from isthmus._dynamo.saved_tensors import KEEP, Contents, Part, token
+from isthmus._graph import view_calls
 from isthmus._graph.layout import Spec, packed_strides
+from isthmus._graph.nodes import Node
+from isthmus._runtime.dtypes import to_jax_dtype
 
 _Wrap = Callable[[list[Any], list[Any]], Any]
 
@@ -36,113 +41,115 @@ class View:
 
 
 class Returns:
-    """The results of one specialized graph: which arrays its program returns, and the tensors made of them."""
+    """The results of one specialized graph: the new storages its program returns, and the tensors made of them.
+
+    ``stored`` has the node of each new storage, or a tuple of nodes for the tensor that holds what forward saves;
+    ``steps`` make each result from the arguments of a call and the new tensors.
+    """
 
     def __init__(
-        self, module: GraphModule, placeholders: Sequence[Node], args: Sequence[Any], symbols: Symbols
+        self, module: GraphModule, placeholders: Sequence[FxNode], args: Sequence[Any], conversion: Conversion
     ) -> None:
-        (output,) = [node for node in module.graph.nodes if node.op == "output"]
-        found = output.args[0]
-        self.single = not isinstance(found, (list, tuple))
-        self.nodes = [found] if self.single else list(found)
-        self.places = {node: at for at, node in enumerate(placeholders)}
-        self.symbols = symbols
+        (output,) = [fx for fx in module.graph.nodes if fx.op == "output"]
+        returned = output.args[0]
+        self.single = not isinstance(returned, (list, tuple))
+        self.nodes = [returned] if self.single else list(returned)
+        self.places = {fx: at for at, fx in enumerate(placeholders)}
+        self.symbols, self.values = conversion.symbols, conversion.values
         # An argument may be laid out otherwise than torch foresaw; a view of it is then computed like anything else.
         self.foreseen = {
-            node
-            for node, arg in zip(placeholders, args, strict=True)
-            if isinstance(arg, Tensor) and symbols.spec(node, tuple(arg.shape)) == Spec.of(arg)
+            fx
+            for fx, arg in zip(placeholders, args, strict=True)
+            if isinstance(arg, Tensor) and self.symbols.spec(fx, tuple(arg.shape)) == Spec.of(arg)
         }
-        self.roots: list[Node] = []
+        self.roots: list[FxNode] = []
         self.specs: list[Spec | Contents] = []
-        self.steps: list[_Wrap] = []
+        self.stored: list[Node | tuple[Node, ...]] = []
         self.has_views = False
+        self.steps = [self._step(fx) for fx in self.nodes]
+        del self.values  # only needed until here, and large
 
     @property
     def count(self) -> int:
         """How many new storages there are."""
         return len(self.specs)
 
-    def arrays(self, values: dict[Node, Any]) -> list[Any]:
-        """Return the new storages, given the value of every node; called while the program is traced."""
-        self.roots, self.specs, self.steps, self.has_views = [], [], [], False
-        stored: list[Any] = []
-        for node in self.nodes:
-            self.steps.append(self._step(node, values, stored))
-        return stored
-
-    def _step(self, node: Any, values: dict[Node, Any], stored: list[Any]) -> _Wrap:
+    def _step(self, fx: Any) -> _Wrap:
         """Return how one result is made of the arguments and the new tensors."""
-        if not isinstance(node, Node):
-            return lambda args, fresh: node
-        if node.target is KEEP:
-            return self._keep(node, values, stored)
-        if node.target is torch.ops.aten.copy_.default:
-            node = node.args[0]  # what was written there is what the argument now holds
-        value = values[node]
-        if node in self.places:
-            at = self.places[node]
+        if not isinstance(fx, FxNode):
+            return lambda args, fresh: fx
+        if fx.target is KEEP:
+            return self._keep(fx)
+        if fx.target is torch.ops.aten.copy_.default:
+            fx = fx.args[0]  # its new value is what the argument now holds
+        value = self.values[fx]
+        if fx in self.places:
+            at = self.places[fx]
             return lambda args, fresh: args[at]
-        if value is None or not isinstance(node.meta.get("val"), Tensor):
+        if not isinstance(value, Node) or not isinstance(fx.meta.get("val"), Tensor):
             # A size, a number: known since the arguments are.
             return lambda args, fresh: value
-        root = root_of(node)
-        view = self._view(node, root, values)
+        root = root_of(fx)
+        view = self._view(fx, root)
         if root in self.foreseen and view is not None:
             at = self.places[root]
             self.has_views = True
             return lambda args, fresh: view.of(args[at])
         if view is None or root in self.places:
-            root = node
-        index = self._store(root, values[root], stored)
-        if root is node or view is None:
+            root = fx
+        index = self._store(root)
+        if root is fx or view is None:
             return lambda args, fresh: fresh[index]
         self.has_views = True
         return lambda args, fresh: view.of(fresh[index])
 
-    def _keep(self, node: Node, values: dict[Node, Any], stored: list[Any]) -> _Wrap:
+    def _size(self, fx: FxNode) -> tuple[int, ...]:
+        size: tuple[int, ...] = self.values[fx].type.size
+        return size
+
+    def _keep(self, fx: FxNode) -> _Wrap:
         """Return how the tensor that holds what backward needs is made."""
-        nodes: list[Node] = list(node.args[0])  # type: ignore[arg-type]
-        views = {each: self._view(each, root_of(each), values) for each in nodes}
-        specs: dict[Node, Spec] = {}
+        saved: list[FxNode] = list(fx.args[0])  # type: ignore[arg-type]
+        views = {each: self._view(each, root_of(each)) for each in saved}
+        specs: dict[FxNode, Spec] = {}
         parts: list[Part] = []
         for each, view in views.items():
             root = root_of(each)
             spec = Spec.of(each.meta["val"])
-            if view is None or _fits(values[root], [values[n] for n in nodes if root_of(n) is root]):
-                root, spec, start = (
-                    each,
-                    Spec(spec.size, packed_strides(spec.size, spec.stride), spec.dtype),
-                    0,
-                )
-                specs[root] = spec
+            pieces = [self._size(n) for n in saved if root_of(n) is root]
+            if view is None or _fits(self._size(root), pieces):
+                root, start = each, 0
+                specs[root] = spec = Spec(spec.size, packed_strides(spec.size, spec.stride), spec.dtype)
             else:
                 start = view.start
-                specs[root] = self.symbols.root_spec(root, tuple(values[root].shape))
+                specs[root] = self.symbols.root_spec(root, self._size(root))
             parts.append(Part([*specs].index(root), spec, start))
-        arrays = tuple(store(values[root], spec, root.target) for root, spec in specs.items())
-        index = len(stored)
-        self.roots.append(node)
-        self.specs.append(Contents(tuple(Signature.of(array) for array in arrays), tuple(parts)))
-        stored.append(arrays)
+        arrays = tuple(self._stored(root, spec) for root, spec in specs.items())
+        index = len(self.stored)
+        self.roots.append(fx)
+        signatures = [Signature.intern(n.type.size, to_jax_dtype(n.type.dtype)) for n in arrays]
+        self.specs.append(Contents(tuple(signatures), tuple(parts)))
+        self.stored.append(arrays)
         return lambda args, fresh: fresh[index]
 
-    def _store(self, root: Node, value: Any, stored: list[Any]) -> int:
+    def _store(self, root: FxNode) -> int:
         if root not in self.roots:
-            spec = self.symbols.root_spec(root, tuple(value.shape))
+            spec = self.symbols.root_spec(root, self._size(root))
             self.roots.append(root)
             self.specs.append(spec)
-            stored.append(store(value, spec, root.target))
+            self.stored.append(self._stored(root, spec))
         return self.roots.index(root)
 
-    def _view(self, node: Node, root: Node, values: dict[Node, Any]) -> View | None:
-        """Return ``node`` as a view of ``root``, or None where it must be stored on its own."""
-        shape, base = tuple(values[node].shape), tuple(values[root].shape)
-        mine, its = node.meta["val"], root.meta["val"]
+    def _stored(self, root: FxNode, spec: Spec) -> Node:
+        return view_calls.chained(view_calls.store(spec), self.values[root])
+
+    def _view(self, fx: FxNode, root: FxNode) -> View | None:
+        """Return ``fx`` as a view of ``root``, or None where it must be stored on its own."""
+        mine, its = fx.meta["val"], root.meta["val"]
         if mine.dtype != its.dtype or mine.is_conj() or mine.is_neg():
             return None
-        spec, whole = self.symbols.spec(node, shape), self.symbols.spec(root, base)
-        if root not in self.places and whole != self.symbols.root_spec(root, base):
+        spec, whole = self.symbols.spec(fx, self._size(fx)), self.symbols.spec(root, self._size(root))
+        if root not in self.places and whole != self.symbols.root_spec(root, self._size(root)):
             return None
         start = self.symbols(mine.storage_offset()) - self.symbols(its.storage_offset())
         return View(spec.size, spec.stride, start)
@@ -153,7 +160,7 @@ class Returns:
         return self._makers() if same else None
 
     def _makers(self) -> list[Callable[[Any], Tensor]]:
-        devices = [node.meta["val"].device for node in self.roots]
+        devices = [fx.meta["val"].device for fx in self.roots]
         return [_maker(spec, device) for spec, device in zip(self.specs, devices, strict=True)]
 
     def wrapper(self) -> Callable[[list[Any], Sequence[Any]], Any]:
@@ -171,9 +178,9 @@ class Returns:
         return (lambda args, outputs: wrap(args, outputs)[0]) if self.single else wrap
 
 
-def _fits(whole: Any, parts: Sequence[Any]) -> bool:
-    """Return whether parts of an array take no more memory than the whole: backward then need not cut them out."""
-    return bool(sum(part.size for part in parts) <= whole.size)
+def _fits(whole: tuple[int, ...], parts: Sequence[tuple[int, ...]]) -> bool:
+    """Return whether parts of an array take no more memory than the whole: backward then need not slice it."""
+    return sum(map(math.prod, parts)) <= math.prod(whole)
 
 
 def _maker(spec: Spec | Contents, device: torch.device) -> Callable[[Any], Tensor]:

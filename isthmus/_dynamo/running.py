@@ -12,11 +12,11 @@ import torch
 
 from isthmus._device.checks import value_checks
 from isthmus._device.core import donation
-from isthmus._device.core.buffer import Buffer
+from isthmus._device.core.buffer import Buffer, buffer_of
 from isthmus._device.core.resident_state import Residence
 from isthmus._device.core.slots import TensorSlot
 from isthmus._dynamo import compile_log, dlpack
-from isthmus._dynamo.specialization import KeptSlot, Specialization
+from isthmus._dynamo.specialization import SavedSlot, Specialization
 from isthmus._runtime import memory
 from isthmus._runtime.private import forgetting_callers
 
@@ -34,29 +34,29 @@ class Run:
         self.auto = value_checks.auto()
         self._compile()
 
-    def _compile(self) -> None:
+    def _compile(self, bundled: bool = True) -> None:
         one = self.specialization
-        state = len(one.packing)
-        targets = [one.targets[group] for group in one.written]
-        places = {index: place for place, index in enumerate(one.others)}
-        self.donated = [places[one.index(at)] for at in targets] if one.donates else []
-        self.call = compile_log.compile(one, (*range(state), *[state + place for place in self.donated]))
+        self.program = program = compile_log.compile(one, bundled)
+        kept = {index for index, _ in one.state}
+        self.others = [at for at in range(len(one.inputs)) if at not in kept]
+        targets = [target for target in one.targets if one.index(target) not in kept]
+        self.donated, self.call = program.donated, program.call
         self.wrap = one.returns.wrapper()
         here = all(one.local[at] for at in targets)
         self.rebind = _rebinder(targets, [one.slots[at] for at in targets], here)
-        self.state, self.written = state, len(targets)
-        self.kept = [at for at in one.targets if one.index(at) in one.packing.inputs]
+        self.state, self.written = len(program.packing), len(targets)
+        self.kept = [at for at in one.targets if one.index(at) in kept]
         tensors = [
             here
             for here, slot in zip(one.local, one.slots, strict=True)
-            if isinstance(slot, (TensorSlot, KeptSlot))
+            if isinstance(slot, (TensorSlot, SavedSlot))
         ]
-        self.foreign, self.checked = not all(tensors), bool(one.conditions.errors)
+        self.foreign, self.checked = not all(tensors), bool(program.checks.errors)
         # Where every source is a buffer, they are read in a loop that Python does not run.
-        self.plain = not self.foreign and len(tensors) == len(one.kinds)
+        self.plain = not self.foreign and len(tensors) == len(one.inputs)
         # Where nothing is written and nothing required, a run is no more than a call.
         self.pure = self.plain and not (one.state or targets or self.checked)
-        self.nothing_failed = one.conditions.before()
+        self.nothing_failed = program.checks.before()
         self.quick: Callable[..., Any] | None = None
 
     def __call__(self, args: list[Any], sources: list[Any]) -> Any:
@@ -65,7 +65,7 @@ class Run:
         result = self.wrap(args, outputs)
         args.clear()
         if self.checked:
-            self.specialization.conditions.settle(outputs[-1], self.auto)
+            self.program.checks.settle(outputs[-1], self.auto)
         return result
 
     def _compute(self, sources: list[Any]) -> Sequence[Any]:
@@ -101,11 +101,11 @@ class Run:
             return fresh
 
         with donation.lock, forgetting_callers():
-            chosen = [sources[index] for index in one.others] if one.state else sources
+            chosen = [sources[at] for at in self.others] if one.state else sources
             inputs = self._inputs(chosen)
             undo = donation.take(inputs, self.donated, [chosen[place] for place in self.donated])
             sources.clear()
-            inputs.append(one.conditions.before())
+            inputs.append(self.program.checks.before())
             if residence is None:
                 return donation.run(self.call, inputs, commit, undo)
             return residence.run(self.call, inputs, commit, undo)
@@ -113,7 +113,9 @@ class Run:
     def _inputs(self, sources: list[Any]) -> list[Any]:
         """Return the arrays of sources."""
         if self.plain and not donation.threaded():
-            return [*map(_HELD, sources)]
+            inputs = [*map(_HELD, sources)]
+            if not donation.is_unready(inputs):
+                return inputs
         return [source.value if isinstance(source, Buffer) else source for source in sources]
 
     def _residence(self, sources: list[Any]) -> Residence:
@@ -123,12 +125,11 @@ class Run:
         key = tuple(map(id, buffers))
         found = self.residences.get(key)
         if found is not None and found.wears:
-            one.pack(together=False)
-            self._compile()
+            self._compile(bundled=False)
             self.residences.clear()
             found = None
         if found is None or found.dead:
-            found = self.residences[key] = Residence(*one.packing.pick(sources.__getitem__))
+            found = self.residences[key] = Residence(*self.program.packing.pick(sources.__getitem__))
             if len(self.residences) > _RESIDENCES:
                 self.residences.popitem(last=False)[1].give_back()
         return found
@@ -140,7 +141,7 @@ def _rebinder(places: list[int], slots: list[Any], here: bool) -> Callable[[list
     def rebind(args: list[Any], outputs: Sequence[Any]) -> None:
         targets = [args[at] for at in places]
         for target, value in zip(targets, outputs, strict=False):
-            target.untyped_storage()._buffer.held = value  # type: ignore[attr-defined]
+            buffer_of(target).bind(value)
         if not targets[0].is_inference():
             torch.autograd.graph.increment_version(targets)
 
@@ -148,7 +149,7 @@ def _rebinder(places: list[int], slots: list[Any], here: bool) -> Callable[[list
         for at, slot, value in zip(places, slots, outputs, strict=False):
             target = args[at]
             if target.device.type == "jax":
-                target.untyped_storage()._buffer.held = value
+                buffer_of(target).bind(value)
                 torch.autograd.graph.increment_version(target)
                 continue
             with torch.no_grad():

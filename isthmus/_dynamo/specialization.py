@@ -1,4 +1,13 @@
-"""A graph for arguments of given sizes, as a JAX function of arrays."""
+"""An FX graph for arguments of given sizes: what its program takes, computes and returns.
+
+``Specialization`` is what a call of a compiled function needs beyond the ``CompiledProgram``: which argument each input
+comes from, which storages are written and therefore donated, and how results become tensors. ``program.py`` makes one
+for each new key, ``running.py`` compiles and runs it.
+
+The inputs of its program are the *sources* of a call: for each tensor argument the array of its storage, followed by
+its storage offset if it has one, and at the end the words of the call's random draw. Source ``i`` is array leaf ``i``
+of the graph; a tensor that holds what forward saved for backward is a tuple of arrays, whose leaves come after.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +15,24 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import jax
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Node as FxNode
 
-from isthmus._device.checks.value_checks import Conditions
 from isthmus._device.core.buffer import Buffer, check_reach
-from isthmus._device.core.resident_state import Packing
 from isthmus._device.core.slots import Slot, Static, TensorSlot, slot_for
-from isthmus._device.core.strided import read
-from isthmus._dynamo.evaluate import Evaluation
+from isthmus._dynamo.convert import Conversion, Storage
+from isthmus._dynamo.evaluate import NodeFailure
 from isthmus._dynamo.layout import Symbols
 from isthmus._dynamo.returns import Returns
 from isthmus._dynamo.saved_tensors import Contents, Part, contents_of
-from isthmus._graph.layout import span
-from isthmus._ops.tensors.reinterpret import reinterpret
-from isthmus._ops.value_checks import collecting
+from isthmus._graph import view_calls
+from isthmus._graph.graph import Graph
+from isthmus._graph.nodes import Node, Type, leaf, temporary
+from isthmus._graph.passes import optimise
+from isthmus._program.evaluate import CallFailure
+from isthmus._program.program import STATELESS, CompiledProgram, Places, StateLayout
 from isthmus._runtime import compiler
-from isthmus._runtime.dtypes import to_jax_dtype
-from isthmus.errors import Unsupported
+from isthmus._runtime.dtypes import to_torch_dtype
 
 if TYPE_CHECKING:
     from isthmus._dynamo.program import Program
@@ -37,9 +45,6 @@ class Specialization:
         self.program = program
         index = iter(range(len(sources)))
         self.slots = [_slot(arg, index) for arg in args]
-        self.symbols = Symbols(program.placeholders, args)
-        self.conditions = Conditions()
-        self.kinds = [_kind(source) for source in sources]
         self.local = [isinstance(a, Tensor) and a.device.type == "jax" for a in args]
         for arg in [arg for arg, local in zip(args, self.local, strict=True) if local]:
             check_reach(arg)
@@ -48,24 +53,18 @@ class Specialization:
         storages = [args[at].untyped_storage()._cdata if self.local[at] else (at,) for at in program.targets]
         self.groups = [storages.index(storage) for storage in storages]
         self.order = list(dict.fromkeys(self.groups))
-        self.returns = Returns(program.module, program.placeholders, args, self.symbols)
         here = all(self.local[at] for at in program.targets)
         traced = any(isinstance(source, Buffer) and source.signature.traced for source in sources)
         self.donates = here and program.options.donate == "auto" and not traced
-        self.state = self._state(args) if self.donates else []
-        self.pack(together=True)
-
-    def _state(self, args: list[Any]) -> list[tuple[int, int]]:
-        """Return the inputs that stay with the program, with the group that is written there.
-
-        Parameters do not: other programs read them between two runs of this one.
-        """
-        found = []
-        for group, target in enumerate(self.targets):
-            alone = self.groups.count(self.order[group]) == 1
-            if alone and not args[target].requires_grad:
-                found.append((self.index(target), group))
-        return found
+        self.arrays, self.inputs = _leaves(sources)
+        with temporary():
+            self.graph, self.returns, self.results, self.origins = self._convert(args)
+        # Parameters are no state: other programs read them between two runs of this one.
+        self.state = [
+            (self.index(target), group)
+            for group, target in enumerate(self.targets)
+            if self.donates and self.groups.count(self.order[group]) == 1 and not args[target].requires_grad
+        ]
 
     @property
     def targets(self) -> list[int]:
@@ -73,105 +72,132 @@ class Specialization:
         return [self.program.targets[group] for group in self.order]
 
     def index(self, at: int) -> int:
-        """Return which input holds the storage of a tensor argument."""
+        """Return which source holds the storage of a tensor argument."""
         slot = self.slots[at]
         assert isinstance(slot, TensorSlot)
         return slot.index
 
-    def pack(self, together: bool) -> None:
-        """Choose how the state travels."""
-        self.packing = Packing(self.state, dict(enumerate(self.kinds)), together)
-        self.others = [index for index in range(len(self.kinds)) if index not in self.packing.inputs]
-        kept = {group for _, group in self.state}
-        self.written = [group for group in range(len(self.order)) if group not in kept]
+    def _leaf(self, at: int) -> Node:
+        return leaf("array", at, self.arrays[at])
 
-    @property
-    def examples(self) -> list[Any]:
-        """An example of each input."""
-        kinds = [*self.packing.examples(), *[self.kinds[index] for index in self.others]]
-        return [*map(_example, kinds), compiler.abstract(self.conditions.before())]
+    def _convert(self, args: list[Any]) -> tuple[Graph, Returns, list[Places], dict[Node, FxNode]]:
+        """Return the graph, how its results become tensors, and which outputs the program returns."""
+        placeholders = self.program.placeholders
+        storages = {
+            fx: self._storage(slot)
+            for fx, slot in zip(placeholders, self.slots, strict=True)
+            if isinstance(slot, TensorSlot)
+        }
+        # The words of the draw are the last source.
+        words = self._leaf(len(self.inputs) - 1) if self.program.draw is not None else None
+        conversion = Conversion(
+            self.program.module,
+            Symbols(placeholders, args),
+            [self._argument(slot) for slot in self.slots],
+            storages,
+            words,
+        )
+        returns = Returns(self.program.module, placeholders, args, conversion)
+        outputs: list[Node] = self._written(conversion.written)
+        results: list[Places] = []
+        for stored in returns.stored:
+            nodes = stored if isinstance(stored, tuple) else (stored,)
+            places = tuple(range(len(outputs), len(outputs) + len(nodes)))
+            outputs += nodes
+            results.append(places if isinstance(stored, tuple) else places[0])
+        graph = optimise(Graph.of([*outputs, *conversion.effects]), "compile")
+        return graph, returns, results, conversion.origins
 
-    def _inputs(self, given: Sequence[Any]) -> list[Any]:
-        """Return the inputs in the order of the arguments."""
-        left = iter(given)
-        found = self.packing.unpack(left)
-        found |= {index: next(left) for index in self.others}
-        return [found[index] for index in range(len(self.kinds))]
+    def _storage(self, slot: TensorSlot) -> Storage:
+        offset = None if slot.offset_index is None else self._leaf(slot.offset_index)
+        return Storage(self._leaf(slot.index), slot.spec, offset)
 
-    def compute(self, *given: Any) -> tuple[Any, ...]:
-        """Compute state, rewritten storages, new storages, then which condition of a lowering failed first."""
-        program, inputs, before = self.program, self._inputs(given[:-1]), given[-1]
-        words = inputs[-1] if program.draw is not None else None
-        run = Evaluation(program.module, self.symbols, words, self._storages(inputs))
-        with collecting() as found:
-            run.run([_fill(slot, inputs) for slot in self.slots])
-        self.conditions.errors = found.errors
-        failed = [found.first_failed(before)] if found.errors else []
-        values = self._written(run.written, inputs)
-        state = self.packing.pack(values)
-        # Rewritten storages come first: XLA gives donated memory to the first result that fits it.
-        return (*state, *[values[group] for group in self.written], *self.returns.arrays(run.values), *failed)
+    def _argument(self, slot: Slot | SavedSlot) -> Any:
+        """Return an argument of the graph: the node that reads it, or its value where it is no tensor."""
+        if isinstance(slot, TensorSlot):
+            storage = self._storage(slot)
+            return view_calls.read_node(storage.node, storage.spec, storage.offset)
+        if isinstance(slot, SavedSlot):
+            places = self.inputs[slot.index]
+            assert isinstance(places, tuple)
+            return [
+                view_calls.read_node(self._leaf(places[part.index]), part.spec, start=part.start)
+                for part in slot.parts
+            ]
+        assert isinstance(slot, Static)
+        return slot.value
 
-    def _storages(self, inputs: Sequence[Any]) -> dict[Node, Callable[[Any, Any, Any], Any]]:
-        """Return for each tensor argument how strides are read from its whole storage."""
-
-        def reader(node: Node, slot: TensorSlot) -> Callable[[Any, Any, Any], Any]:
-            storage = reinterpret(inputs[slot.index], to_jax_dtype(slot.spec.dtype))
-
-            def of(size: Any, stride: Any, offset: Any) -> Any:
-                # torch's fake tensor may start elsewhere in its storage than the argument does.
-                start = offset - self.symbols(node.meta["val"].storage_offset())
-                if slot.offset_index is None and not 0 <= start <= storage.size - span(size, stride):
-                    raise Unsupported("elements before or after those that an argument shows")
-                return read(storage, size, stride, slot.offset(inputs) + start)
-
-            return of
-
-        pairs = zip(self.program.placeholders, self.slots, strict=True)
-        return {node: reader(node, slot) for node, slot in pairs if isinstance(slot, TensorSlot)}
-
-    def _written(self, written: dict[Node, Any], inputs: Sequence[Any]) -> list[Any]:
-        values: dict[int, Any] = {}
+    def _written(self, written: dict[FxNode, Node]) -> list[Node]:
+        """Return the new value of each storage that is written to."""
+        values: dict[int, Node] = {}
         for group, at in zip(self.groups, self.program.targets, strict=True):
             slot = self.slots[at]
             assert isinstance(slot, TensorSlot)
-            storage = values.get(group, inputs[slot.index])
-            values[group] = slot.write(storage, inputs, written[self.program.placeholders[at]])
+            storage = self._storage(slot)
+            old = values.get(group, storage.node)
+            new = written[self.program.placeholders[at]]
+            values[group] = view_calls.write_node(old, slot.spec, new, storage.offset)
         return [values[group] for group in self.order]
+
+    def compile(self, build: Callable[..., compiler.Executable], bundled: bool = True) -> CompiledProgram:
+        """Return the program; raise ``NodeFailure`` for a node that has no lowering for these arguments."""
+        kept = {group for _, group in self.state}
+        state = {index for index, _ in self.state}
+        written = [group for group in range(len(self.order)) if group not in kept]
+        slots = [places for at, places in enumerate(self.inputs) if at not in state]
+        rewritten = {self.index(self.targets[group]) for group in written} if self.donates else set()
+        try:
+            return CompiledProgram(
+                self.graph,
+                self.arrays,
+                slots,
+                [*written, *self.results],
+                state=StateLayout(tuple(self.state), bundled) if self.state else STATELESS,
+                donate=[at for at, places in enumerate(slots) if places in rewritten],
+                differentiable=True,
+                options=self.program.options.xla,
+                title=f"{self.program.name} ({len(self.program.module.graph.nodes):,} nodes)",
+                build=build,
+            )
+        except CallFailure as failure:
+            origin = self.graph.origins.get(failure.node, failure.node)
+            if origin not in self.origins:
+                raise
+            raise NodeFailure(self.origins[origin], failure.cause) from failure.cause
 
 
 @dataclass(frozen=True)
-class KeptSlot:
-    """An argument that holds what forward kept: the input it is, and the values to be found there."""
+class SavedSlot:
+    """An argument that holds what forward saved: the source it is, and the values to be found there."""
 
     index: int
     parts: tuple[Part, ...]
 
-    def read(self, inputs: Sequence[Any]) -> list[Any]:
-        """Return the values."""
-        return [part.read(inputs[self.index]) for part in self.parts]
 
-
-def _slot(arg: Any, index: Iterator[int]) -> Slot | KeptSlot:
+def _slot(arg: Any, index: Iterator[int]) -> Slot | SavedSlot:
     contents = contents_of(arg)
     if contents is not None:
-        return KeptSlot(next(index), contents.parts)
+        return SavedSlot(next(index), contents.parts)
     return slot_for(arg, False, index) if isinstance(arg, Tensor) else Static(arg)
 
 
-def _fill(slot: Slot | KeptSlot, inputs: Sequence[Any]) -> Any:
-    return slot.read(inputs) if isinstance(slot, (TensorSlot, KeptSlot)) else slot.value  # type: ignore[union-attr]
+def _leaves(sources: Sequence[Any]) -> tuple[dict[int, Type], list[Places]]:
+    """Return the type of every array leaf, and the leaf, or the leaves, of each source."""
+    types: dict[int, Type] = {}
+    places: list[Places] = []
+    following = len(sources)
+    for at, source in enumerate(sources):
+        described = source.signature if isinstance(source, Buffer) else source
+        if isinstance(described, Contents):
+            leaves = tuple(range(following, following + len(described.arrays)))
+            following += len(leaves)
+            types |= {n: _type(array) for n, array in zip(leaves, described.arrays, strict=True)}
+            places.append(leaves)
+        else:
+            types[at] = _type(described)
+            places.append(at)
+    return types, places
 
 
-def _kind(source: Any) -> Any:
-    """Return the shape and dtype of an input, or those of each array of one that is kept."""
-    found = source.signature if isinstance(source, Buffer) else source
-    if isinstance(found, Contents):
-        return [(signature.shape, signature.dtype) for signature in found.arrays]
-    return tuple(found.shape), found.dtype
-
-
-def _example(kind: Any) -> Any:
-    if isinstance(kind, list):
-        return tuple(jax.ShapeDtypeStruct(*each) for each in kind)
-    return jax.ShapeDtypeStruct(*kind)
+def _type(array: Any) -> Type:
+    return Type(tuple(array.shape), to_torch_dtype(array.dtype))

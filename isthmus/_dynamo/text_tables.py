@@ -5,11 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 
-def first_line(text: str) -> str:
-    """Return the first line of a text."""
-    return text.strip().partition("\n")[0]
-
-
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]:
     """Return rows as aligned lines, titles first."""
     if not rows:

@@ -1,4 +1,4 @@
-"""``isthmus.export`` and ``isthmus.load``."""
+"""``isthmus.export`` and ``isthmus.load``: the public functions, and what ties the files of this folder together."""
 
 from __future__ import annotations
 
@@ -30,13 +30,25 @@ def export(
     precompile: bool = False,
     path: str | Path | None = None,
 ) -> Artifact:
-    """Return a model, a function or a ``torch.export.ExportedProgram`` as a program that needs no torch.
+    """Return a model as a StableHLO program with its weights, which runs without torch.
 
-    ``args`` and ``kwargs`` are an example of its inputs; their sizes are fixed, but for those that
-    ``dynamic_shapes`` names, in torch's notation or with names such as ``{"x": {0: "batch"}}``. ``platforms`` are
-    those the program may run on, of ``cpu``, ``cuda``, ``rocm`` and ``tpu``; the one at hand if none is given.
-    ``precompile`` adds an executable for this device and the sizes of the example. With a ``path`` all of it is also
-    written there: a folder, or one file if the path ends in ``.isthmus``.
+    Arguments:
+        model: a module, a function, or a ``torch.export.ExportedProgram``.
+        args: an example of its inputs; their sizes are fixed, but for those that ``dynamic_shapes`` names.
+        kwargs: inputs by name.
+        dynamic_shapes: in torch's notation, or with names such as ``{"x": {0: "batch"}}``.
+        platforms: where the program may run: any of ``cpu``, ``cuda``, ``rocm``, ``tpu``; by default the one at hand.
+        precompile: whether to add an executable for this device and the sizes of the example.
+        path: where to write it as well: a folder, or one file if the path ends in ``.isthmus``.
+
+    Returns:
+        An ``Artifact``: ``module()`` runs it, ``save(path)`` writes it, ``stablehlo`` is its text.
+
+    Example:
+        >>> import torch, isthmus
+        >>> artifact = isthmus.export(torch.nn.ReLU(), torch.ones(2, 3), dynamic_shapes={"input": {0: "batch"}})
+        >>> artifact.module()(torch.tensor([[-1.0, 0.0, 2.0]])).tolist()
+        [[0.0, 0.0, 2.0]]
     """
     args = (args,) if isinstance(args, Tensor) else tuple(args)
     shapes = dims.as_dims(dynamic_shapes)
@@ -44,19 +56,34 @@ def export(
     if not isinstance(model, ExportedProgram):
         program = trace.program_of(model, args, kwargs, shapes)
     traced = trace.trace(program, shapes, platforms)
-    made = artifact(traced, getattr(model, "__name__", type(model).__name__))
+    exported = artifact(traced, getattr(model, "__name__", type(model).__name__))
     if precompile:
-        made.precompile(*_tensors(args), **_tensors(kwargs or {}))
+        exported.precompile(*_tensors(args), **_tensors(kwargs or {}))
     if path is not None:
-        made.save(path)
-    return made
+        exported.save(path)
+    return exported
 
 
 def load(source: Any, *, executables: bool = False) -> nn.Module:
-    """Return what was exported as a torch module, given a path or a ``jax.export.Exported``.
+    """Return an exported program as a torch module.
 
-    With ``executables`` those that were precompiled are used where they fit this device. They are pickles, which
-    run code when they are read: ask for them only where you trust who made them.
+    Arguments:
+        source: a path that ``isthmus.export`` wrote, an ``Artifact``, or a ``jax.export.Exported``.
+        executables: whether to use precompiled executables where they fit this device. They are pickles, which run code
+            when they are read: ask for them only where you trust who made them.
+
+    Returns:
+        A ``torch.nn.Module`` without gradients. ``isthmus.errors.DamagedFile`` is raised for a file that is not as it
+        was written, ``isthmus.errors.ExportError`` for one that is no exported program.
+
+    Example:
+        >>> import os, tempfile, torch, isthmus
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> path = os.path.join(folder.name, "relu.isthmus")
+        >>> artifact = isthmus.export(torch.nn.ReLU(), torch.ones(3), path=path)
+        >>> isthmus.load(path)(torch.tensor([-1.0, 0.0, 2.0])).tolist()
+        [0.0, 0.0, 2.0]
+        >>> folder.cleanup()
     """
     if isinstance(source, jax_export.Exported):
         return ExportedModule(source)
@@ -70,6 +97,7 @@ def read(path: str | Path, *, executables: bool = False) -> loader.Program:
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"isthmus.load: there is no {path}")
+    # A link counts as a program here: the strict reader then refuses it with the reason.
     whole = os.path.lexists(path / "program.json") if path.is_dir() else zipfile.is_zipfile(path)
     if not whole:
         raise ExportError(f"isthmus.load: {path} is no program that isthmus.export wrote, or it is damaged")
@@ -81,7 +109,7 @@ def read(path: str | Path, *, executables: bool = False) -> loader.Program:
 
 
 def _tensors(tree: Any) -> Any:
-    """Return an example's inputs with None for what is no tensor, which is compiled in."""
+    """Return an example's inputs with None for those that are no tensors: their values are compiled in."""
     return jax.tree.map(lambda leaf: leaf if isinstance(leaf, Tensor) else None, tree, is_leaf=_is_tensor)
 
 

@@ -1,4 +1,15 @@
-"""What is written: a folder, or one file, of StableHLO bytecode, weights, a signature, and a loader."""
+"""``Artifact``: an exported model in memory, and how it becomes files.
+
+``api.export`` makes one from what ``trace.py`` traced. It holds JAX's ``Exported`` (the StableHLO), the weights as
+arrays and ``spec``, the signature that ``program.json`` stores::
+
+    {"format": 2, "name": "Linear", "platforms": ["cpu"], "inputs": {"input": {"dtype": "float32", "shape": [1, 3]}},
+     "results": {...}, "weights": {"weight": {"dtype": "float32", "shape": [2, 3]}, ...}, "conditions": [], ...}
+
+``container.py`` writes and reads the files, ``loader.py`` (copied beside them as ``run.py``) runs the program without
+torch, ``module.py`` runs it as a torch module. Nothing in an artifact may name files of the machine that exported it:
+JAX puts locations into StableHLO and executables, and they are taken out here.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +36,7 @@ from isthmus.errors import ExportError
 if TYPE_CHECKING:
     from isthmus._export.module import ProgramModule
 
+# The dtypes that safetensors has.
 _KNOWN = {
     *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
     *("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"),
@@ -56,10 +68,13 @@ class Artifact:
         return loader.Program(self.spec, self.exported.mlir_module_serialized, self.weights)
 
     def precompile(self, *args: Any, **kwargs: Any) -> None:
-        """Add an executable for this device and inputs like these; it is used where it fits, if it is trusted."""
+        """Add an executable for this device and inputs of these sizes.
+
+        It is used where it fits and where ``isthmus.load`` is called with ``executables=True``.
+        """
         program = self.program()
         inputs = program.accept(to_jax(args), to_jax(kwargs))
-        with scoped_x64(), forgetting_callers():  # JAX would write down their files, by their whole paths
+        with scoped_x64(), forgetting_callers():  # else the executable would name the callers' files
             compiled = jax.jit(_Call(program.exported)).lower(program.weights, inputs).compile()
         about, content = executables.packed(compiled, inputs)
         known = [each for each in self.spec["executables"] if each != about]
@@ -88,19 +103,19 @@ class Artifact:
 
 
 class _Call:
-    """A program as a callable without code, whose file JAX would write into an executable."""
+    """A program as an object without code of its own: JAX writes the file of a function into its executable."""
 
     def __init__(self, exported: export.Exported) -> None:
         self.exported = exported
 
-    def __call__(self, weights: dict[str, Any], inputs: dict[str, Any]) -> Any:
-        with forgetting_callers():  # this function is one
+    def __call__(self, weights: dict[str, jax.Array], inputs: dict[str, Any]) -> Any:
+        with forgetting_callers():  # this method is a caller too
             return self.exported.call(weights, inputs)
 
 
 def artifact(traced: Traced, name: str) -> Artifact:
-    """Return what was traced with its signature and where it comes from."""
-    # Locations name files of this machine, by their whole paths.
+    """Return a traced program with its signature and the versions it was made by."""
+    # Locations are full paths of files on this machine.
     bytecode = without_locations(traced.exported.mlir_module_serialized)
     exported = dataclasses.replace(traced.exported, mlir_module_serialized=bytecode)
     args, _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
@@ -124,7 +139,7 @@ def artifact(traced: Traced, name: str) -> Artifact:
         "tied": traced.tied,
         "executables": [],
     }
-    # Arrays do not change, so that what the model learns from now on is not the program's.
+    # Arrays never change, so training the model further does not change the artifact.
     return Artifact(exported, to_jax(traced.weights), spec)
 
 
@@ -139,6 +154,6 @@ def _stored(weights: Mapping[str, jax.Array]) -> bytes:
 
 
 def _tensor(array: jax.Array) -> torch.Tensor:
-    """Return what safetensors takes; a dtype it does not know is written as bytes, and the signature names it."""
-    found = cpu_from_array(array, to_torch_dtype(array.dtype))
-    return found if array.dtype.name in _KNOWN else found.reshape(-1).view(torch.uint8)
+    """Return an array as safetensors takes it; other dtypes are written as bytes, and the signature names them."""
+    tensor = cpu_from_array(array, to_torch_dtype(array.dtype))
+    return tensor if array.dtype.name in _KNOWN else tensor.reshape(-1).view(torch.uint8)

@@ -1,7 +1,11 @@
-"""``isthmus export`` and ``isthmus run``: models written as programs, and programs run on arrays of files.
+"""``isthmus export`` and ``isthmus run``: write a model as a program, and run a program on arrays from files::
 
-The command line is checked before any work is done: platforms, where the output goes, the inputs, the model and whether
-it takes those inputs. What is wrong there is one line and exit code 2; what fails later is exit code 1.
+    isthmus export mypackage.models:make_model --args "i64[batch=2,length=8..64]" -o out/ --platforms cpu,cuda
+    isthmus run out/ --input ids.npy -o logits.npz
+
+``isthmus/cli.py`` parses the options and calls ``export`` and ``run``, which return the exit code. The command line is
+checked before any work is done: platforms, where the output goes, the inputs, the model and whether it takes those
+inputs. A mistake there is one line on stderr and exit code 2; a failure later is exit code 1.
 """
 
 from __future__ import annotations
@@ -41,6 +45,7 @@ _DTYPES = {
     "c64": torch.complex64,
 }
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+# "f32[2,8]", and within the brackets "8", "batch=8" or "length=8..64".
 _SPEC = re.compile(r"(\w+)\[(.*)\]")
 _SIZE = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<size>\d+)(?:\.\.(?P<high>\d+))?")
 
@@ -57,7 +62,7 @@ def export(target: str, inputs: Sequence[str], output: str, platforms: str, prec
         example = Example(inputs)
         model = _find(target)
         example.check(model, target)
-        made = api.export(
+        artifact = api.export(
             model,
             tuple(example.args),
             example.kwargs,
@@ -68,7 +73,7 @@ def export(target: str, inputs: Sequence[str], output: str, platforms: str, prec
         )
     except (IsthmusError, OSError) as error:
         return _fail(error)
-    print(f"wrote {output} for {', '.join(made.spec['platforms'])}: {_inputs(made.spec)}")
+    print(f"wrote {output} for {', '.join(artifact.spec['platforms'])}: {_inputs(artifact.spec)}")
     return 0
 
 
@@ -81,16 +86,16 @@ def run(path: str, inputs: Sequence[str], output: str | None) -> int:
         args, kwargs = _loaded(inputs)
         _checked(lambda: program.accept(args, kwargs))
         outputs = program(*args, **kwargs)
-        found = {
+        arrays = {
             _label(place): np.asarray(leaf) for place, leaf in jax.tree_util.tree_leaves_with_path(outputs)
         }
         if output is not None:
-            # numpy adds the ending to a name, and not to an open file.
+            # np.savez adds the suffix to a name, but not to an open file.
             with files.replacing(output if output.endswith(".npz") else f"{output}.npz") as file:
-                np.savez(file, **found)  # type: ignore[arg-type]
+                np.savez(file, **arrays)  # type: ignore[arg-type]
     except (IsthmusError, OSError, ValueError, TypeError, IndexError) as error:
         return _fail(error)
-    for name, array in found.items():
+    for name, array in arrays.items():
         print(f"{name}: {array.dtype}{list(array.shape)}")
         if output is None:
             print(array)
@@ -98,7 +103,7 @@ def run(path: str, inputs: Sequence[str], output: str | None) -> int:
 
 
 def _fail(error: Exception) -> int:
-    """Print what is wrong; return 2 if it is the command line, 1 if it is the work."""
+    """Print an error; return 2 for a wrong command line, 1 for a failure of the work."""
     print(
         f"isthmus: {str(error).removeprefix('isthmus.export: ').removeprefix('isthmus.load: ')}",
         file=sys.stderr,
@@ -106,10 +111,10 @@ def _fail(error: Exception) -> int:
     return 2 if isinstance(error, _Misuse) else 1
 
 
-def _checked(look: Callable[[], Any]) -> Any:
-    """Return what a function that looks at a file or an input returns; what it refuses is a misuse."""
+def _checked(check: Callable[[], Any]) -> Any:
+    """Return ``check()``, which reads a file or an input; an error of it is a mistake in the command line."""
     try:
-        return look()
+        return check()
     except (IsthmusError, OSError, ValueError, TypeError) as error:
         raise _Misuse(str(error)) from error
 
@@ -153,7 +158,7 @@ def _check_writable(path: Path, makes_folders: bool) -> None:
     if not folder.is_dir():
         raise _Misuse(f"-o {path}: there is no folder {folder}")
     try:
-        # Permissions do not tell all: of a read-only file system, or of the superuser.
+        # Permission bits say nothing about a read-only file system, and the superuser ignores them.
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
@@ -161,10 +166,11 @@ def _check_writable(path: Path, makes_folders: bool) -> None:
 
 
 def _find(target: str) -> nn.Module:
-    """Return the model that ``module:attr`` names, ready to compute."""
+    """Return the model that ``module:attr`` names, in eval mode; a function there is called for it."""
     module, _, path = target.partition(":")
     if not module or not path:
         raise _Misuse(f"{target!r} is no MODULE:ATTR, such as mypackage.models:make_model")
+    # A console script has its own folder first on the path, and not the working directory.
     sys.path.insert(0, os.getcwd())
     try:
         model: Any = importlib.import_module(module)
@@ -226,6 +232,7 @@ class Example:
                 f"--args does not fit {target}: {error}; its forward takes {takes}, and --args gives "
                 f"{len(self.args)} unnamed and {', '.join(self.kwargs) or 'none'} by name"
             ) from error
+        # torch.export names dynamic sizes by the parameter they belong to, and *args has no names.
         kinds = [p.kind for p in list(signature.parameters.values())[: len(self.args)]]
         if self.dims and (len(kinds) < len(self.args) or inspect.Parameter.VAR_POSITIONAL in kinds):
             raise _Misuse(
@@ -255,16 +262,17 @@ class Example:
                 f"{text!r} is no input: write f32[2,8] or a file.npy; dtypes are {', '.join(_DTYPES)}"
             )
         sizes, dims = [], {}
-        for at, part in enumerate(match[2].split(",") if match[2] else []):
+        for dim, part in enumerate(match[2].split(",") if match[2] else []):
             size = _SIZE.fullmatch(part.strip())
             if size is None or (size["high"] and not size["name"]):
                 raise _Misuse(f"{part!r} in {text!r} is no size: write 8, batch=8, or length=8..64")
             sizes.append(int(size["size"]))
             if size["name"]:
-                dims[at] = self._dim(size["name"], int(size["size"]), size["high"])
+                dims[dim] = self._dim(size["name"], int(size["size"]), size["high"])
         dtype = _DTYPES[match[1]]
-        drawn = dtype.is_floating_point or dtype.is_complex
-        return torch.randn(sizes, dtype=dtype) if drawn else torch.zeros(sizes, dtype=dtype), dims
+        # Integers are zeros: they may be indices, and 0 is in range wherever there is anything to index.
+        is_inexact = dtype.is_floating_point or dtype.is_complex
+        return torch.randn(sizes, dtype=dtype) if is_inexact else torch.zeros(sizes, dtype=dtype), dims
 
     def _dim(self, name: str, size: int, limit: str | None) -> Any:
         """Return the dynamic dim of a name, which has one size in the example and one limit."""
@@ -308,5 +316,5 @@ def _inputs(spec: dict[str, Any]) -> str:
 
 
 def _short(tree: Any) -> str:
-    told = isinstance(tree, dict) and "dtype" in tree
-    return f"{tree['dtype']}[{', '.join(map(str, tree['shape']))}]" if told else "(nested)"
+    is_array = isinstance(tree, dict) and "dtype" in tree
+    return f"{tree['dtype']}[{', '.join(map(str, tree['shape']))}]" if is_array else "(nested)"

@@ -1,4 +1,4 @@
-"""The folder or file an exported program is stored in: written so that nothing is lost, read so that nothing is wrong.
+"""The folder or file that stores an exported program: writing never loses the old one, reading verifies every byte.
 
 ``program.json`` is the signature. It names the file of every other part with its checksum (sha256), and its first line
 is the checksum of the others:
@@ -12,7 +12,8 @@ A folder is replaced by writing the new parts beside the old ones, under other n
 Files of others in the folder are left alone.
 
 ``read`` is the strict reader of ``isthmus.load``. The loader that is copied beside programs checks the same checksums;
-``read`` also refuses what nobody writes by accident: links, names that lead elsewhere, ranges that overlap.
+``read`` also refuses what no accident writes: links, names that lead out of the folder, ranges that overlap. Every
+refusal is ``DamagedFile`` with the part and the reason; an error of the file system stays an ``OSError``.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _SIGNATURE, _PROGRAM, _WEIGHTS = "program.json", "program.mlirbc", "weights.safe
 _OURS = re.compile(
     r"program(-[0-9a-f]{8})?\.mlirbc|weights(-[0-9a-f]{8})?\.safetensors|executable-[0-9a-f-]{8,17}\.bin"
 )
-"""What parts are called: in a folder, those that ``program.json`` does not name are of an older program."""
+"""File names of parts: in a folder, those that ``program.json`` does not name belong to an older program."""
 _MALFORMED = (LookupError, TypeError, ValueError, AttributeError, RecursionError, ArithmeticError)
 _REMEDY = "copy it again from where it came, or export the model again"
 
@@ -62,6 +63,7 @@ def save(
         named = {name: [name, digest] for name, digest in digests.items()}
         with files.replacing(path) as file, zipfile.ZipFile(file, "w") as archive:
             for name, content in {**parts, **scripts, _SIGNATURE: _sealed({**spec, "parts": named})}.items():
+                # A ZipInfo has a fixed date: the same program is the same bytes.
                 archive.writestr(zipfile.ZipInfo(name), content)
         return
     path.mkdir(parents=True, exist_ok=True)
@@ -73,10 +75,11 @@ def save(
         for name, content in scripts.items():
             files.write(path / name, content)
         files.write(path / _SIGNATURE, _sealed({**spec, "parts": named}))
-        kept = {file for file, _ in named.values()}
-        for left in path.iterdir():
-            if _OURS.fullmatch(left.name) and left.name not in kept:
-                left.unlink(missing_ok=True)
+        # Last: until program.json was replaced, the old parts were in use.
+        used = {name for name, _ in named.values()}
+        for old in path.iterdir():
+            if _OURS.fullmatch(old.name) and old.name not in used:
+                old.unlink(missing_ok=True)
 
 
 def read(path: Path, *, executables: bool = False) -> loader.Program:
@@ -94,7 +97,7 @@ def read(path: Path, *, executables: bool = False) -> loader.Program:
         _check_types(program)
         return program
     except (OSError, MemoryError, jax.errors.JaxRuntimeError):
-        raise  # such as a device without memory
+        raise  # not the file's fault: such as a device without memory
     except Exception as error:  # MLIR's are of no common type
         raise DamagedFile(path, _SIGNATURE, _reason(error), _REMEDY) from error
 
@@ -116,7 +119,7 @@ def _contents(path: Path, executables: bool) -> tuple[dict[str, Any], dict[str, 
 
 
 class _Stored:
-    """The files of a folder or of an archive, which is opened once: another may take its place meanwhile."""
+    """The files of a folder or of an archive, opened once: another process may replace it meanwhile."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -175,7 +178,7 @@ class _Stored:
         except FileNotFoundError as error:
             raise DamagedFile(self.path, name, "it is not there", _REMEDY) from error
         except OSError:
-            raise  # no fault of the file's
+            raise  # the file system's fault, not the file's
         except Exception as error:
             raise DamagedFile(self.path, name, _reason(error), _REMEDY) from error
 
@@ -188,6 +191,7 @@ class _Stored:
         same = [info for info in archive.infolist() if info.filename == file]
         if len(same) != 1:
             raise ValueError(f"{file} is there {len(same)} times" if same else f"{file} is not there")
+        # Parts are stored without compression, so a part larger than the archive would be a zip bomb.
         if same[0].file_size > self.path.stat().st_size:
             raise ValueError(
                 f"{file} says that it has {same[0].file_size} bytes, and the whole archive has fewer"
@@ -206,17 +210,17 @@ def _seal(rest: bytes) -> bytes:
 
 
 def _placed(leaves: Mapping[str, Any], data: bytes) -> dict[str, Any]:
-    """Return what the signature tells of the weights, with the bytes of the file that each takes."""
+    """Return the signature's entries of the weights, with the range of bytes in the file that each takes."""
     start, header = _header(data)
-    placed = {}
+    entries = {}
     for name, leaf in leaves.items():
         low, high = header[name]["data_offsets"]
-        placed[name] = {**leaf, "bytes": [start + low, start + high]}
-    return placed
+        entries[name] = {**leaf, "bytes": [start + low, start + high]}
+    return entries
 
 
 def _header(data: bytes) -> tuple[int, dict[str, Any]]:
-    """Return where the arrays of a safetensors file start, and what it tells of them."""
+    """Return where the arrays of a safetensors file start, and its header: dtype, shape and offsets of each."""
     start = 8 + int.from_bytes(data[:8], "little")
     if start > len(data):
         raise ValueError(f"its header takes {start - 8} bytes, and the file has {len(data)}")
@@ -227,10 +231,10 @@ def _header(data: bytes) -> tuple[int, dict[str, Any]]:
 
 def _arrays(data: bytes, leaves: dict[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
     """Return the weights; together they must take every byte behind the header, and each byte once."""
-    at, header = _header(data)
+    position, header = _header(data)
     if header.keys() != leaves.keys():
         raise ValueError(f"it has {sorted(header)}, and {_SIGNATURE} {sorted(leaves)}")
-    start, found = at, {}
+    start, arrays = position, {}
     for name in sorted(leaves, key=lambda name: leaves[name]["bytes"]):
         shape, dtype, (low, high) = (
             leaves[name]["shape"],
@@ -239,15 +243,17 @@ def _arrays(data: bytes, leaves: dict[str, Any]) -> dict[str, np.ndarray[Any, An
         )
         if not all(type(size) is int and size >= 0 for size in shape):
             raise ValueError(f"{name} has the shape {shape}")
-        if (low, high) != (at, at + dtype.itemsize * math.prod(shape)):
-            raise ValueError(f"{name} takes bytes {low} to {high}, which does not fit {dtype}{shape} at {at}")
+        if (low, high) != (position, position + dtype.itemsize * math.prod(shape)):
+            raise ValueError(
+                f"{name} takes bytes {low} to {high}, which does not fit {dtype}{shape} at {position}"
+            )
         if header[name]["data_offsets"] != [low - start, high - start]:
             raise ValueError(f"{name} is elsewhere in its header than in {_SIGNATURE}")
-        found[name] = np.frombuffer(data, dtype, math.prod(shape), low).reshape(shape)
-        at = high
-    if at != len(data):
-        raise ValueError(f"it has {len(data) - at} bytes too many")
-    return found
+        arrays[name] = np.frombuffer(data, dtype, math.prod(shape), low).reshape(shape)
+        position = high
+    if position != len(data):
+        raise ValueError(f"it has {len(data) - position} bytes too many")
+    return arrays
 
 
 def _check_names(spec: dict[str, Any]) -> None:
@@ -265,13 +271,13 @@ def _check_names(spec: dict[str, Any]) -> None:
 
 
 def _check_types(program: loader.Program) -> None:
-    """Refuse a signature that tells other shapes or dtypes than the code: JAX would convert, or fail in MLIR."""
+    """Refuse a signature with other shapes or dtypes than the code has: JAX would convert, or fail in MLIR."""
     exported = program.exported
     if program.spec["convention"] != exported.calling_convention_version:
         return  # of an older JAX, which passed arguments otherwise
-    told = entry_type_if_known(program.stub.mlir_module_serialized)
-    if told is not None and told != (real := entry_type(exported.mlir_module_serialized)):
-        raise ValueError(f"it says that the program is {told}, and the program is {real}")
+    declared = entry_type_if_known(program.stub.mlir_module_serialized)
+    if declared is not None and declared != (real := entry_type(exported.mlir_module_serialized)):
+        raise ValueError(f"it says that the program is {declared}, and the program is {real}")
 
 
 def _taken(folder: Path) -> dict[str, str]:
@@ -294,12 +300,12 @@ def _free(name: str, digest: str, taken: Mapping[str, str]) -> str:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON; of two values by one name, Python would take the last and others the first."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    """Return a JSON object; of two values with one name Python would take the last, and other readers the first."""
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"{max(names, key=names.count)!r} is there twice")
-    return found
+    return unique
 
 
 def _reason(error: BaseException) -> str:

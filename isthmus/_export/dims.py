@@ -1,4 +1,9 @@
-"""Dynamic dims: torch's symbols as dimensions of JAX's shape polymorphism, under the names the user gave them."""
+"""Dynamic dims: torch's symbols as dimensions of JAX's shape polymorphism, under the names the user gave them.
+
+``torch.export`` writes a dynamic size as an expression of symbols (``2*s0 + 1``). ``jax.export`` has dimensions of its
+own, made from text (``export.symbolic_shape("batch")``). ``trace.py`` calls ``find`` to pair them and asks the ``Dims``
+it returns for the size of every value it evaluates.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +34,7 @@ _FUNCTIONS: dict[str, Any] = {
     "Max": lambda *parts: functools.reduce(jax.core.max_dim, parts),
     "Min": lambda *parts: functools.reduce(jax.core.min_dim, parts),
 }
+# JAX's class of dimensions has no public name.
 _KIND = type(export.symbolic_shape("n")[0])
 
 
@@ -54,7 +60,7 @@ class Dims(Symbols):
         return self.evaluate(size.node.expr) if isinstance(size, torch.SymInt) else int(size)
 
     def evaluate(self, expression: Any) -> Any:
-        """Return what an expression of torch's symbols is."""
+        """Return the number or dimension that an expression of torch's symbols stands for."""
         if expression in self.values:
             return self.values[expression]
         if expression.is_Integer:
@@ -67,12 +73,12 @@ class Dims(Symbols):
     def names_in(self, node: Node) -> list[str]:
         """Return the dynamic dims in the sizes of a node and of its arguments."""
         values = [each.meta.get("val") for each in (*node.all_input_nodes, node)]
-        found = [str(self.values.get(symbol, symbol)) for value in values for symbol in _symbols(value)]
-        return list(dict.fromkeys(found))
+        names = [str(self.values.get(symbol, symbol)) for value in values for symbol in _symbols(value)]
+        return list(dict.fromkeys(names))
 
 
 def _bounds(name: str, bounds: Any) -> Iterator[str]:
-    """Yield what JAX is told of a size; it takes every size to be at least one."""
+    """Yield JAX's constraints on a size; JAX assumes at least 1 everywhere, so lower bounds up to 1 are left out."""
     if bounds is None:
         return
     if bounds.lower > 1:
@@ -93,10 +99,10 @@ def _symbols(value: Any) -> Iterator[Any]:
 
 def as_dims(dynamic_shapes: Any) -> Any:
     """Return torch's ``dynamic_shapes`` with a ``Dim`` for each name in it."""
-    made: dict[str, Any] = {}
+    dims: dict[str, Any] = {}  # one Dim per name, so that sizes of one name are equal
 
     def dim(value: Any) -> Any:
-        return made.setdefault(value, torch.export.Dim(value)) if isinstance(value, str) else value
+        return dims.setdefault(value, torch.export.Dim(value)) if isinstance(value, str) else value
 
     return pytree.tree_map(dim, dynamic_shapes)
 
@@ -119,7 +125,7 @@ def find(inputs: Mapping[str, Any], dynamic_shapes: Any, ranges: Mapping[Any, An
 
 
 def _choose(tree: Any, shapes: Any, chosen: dict[Any, str]) -> None:
-    """Note the names that the user gave to dims."""
+    """Add the names that the user gave to the symbols of a tree's sizes to ``chosen``."""
     for key, part in _items(shapes):
         if not isinstance(tree, Node):
             _choose(tree[key], part, chosen)

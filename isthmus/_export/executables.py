@@ -1,6 +1,6 @@
 """Executables beside an exported program, so that it starts without compiling. This file needs no torch either.
 
-They are pickles, which run code when they are read: attach those of somebody you trust, and no others.
+They are pickles, which run code when they are read: attach only those whose author you trust.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from jax.experimental import serialize_executable
 
 
 def target() -> str:
-    """Return what an executable depends on: the device, XLA's build, and the instructions a CPU has."""
+    """Return the target of executables made here: the device, XLA's build, and a CPU's instruction sets."""
     device = jax.devices()[0]
     build = f"{device.client.platform_version} {platform.machine()}"
     info = pathlib.Path("/proc/cpuinfo")
@@ -28,7 +28,7 @@ def target() -> str:
 
 
 def packed(compiled: Any, inputs: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-    """Return an executable for this device and inputs of these shapes: what it is for, and its content."""
+    """Return the entry of an executable in the signature (target, shapes, file) and its content."""
     content = pickle.dumps(serialize_executable.serialize(compiled))
     file = f"executable-{zlib.crc32(content):08x}.bin"
     return {"target": target(), "shapes": shapes(inputs), "file": file}, content
@@ -49,8 +49,8 @@ def attach(program: Any, path: Any) -> Any:
         warnings.warn(message, stacklevel=2)
     for each in fitting:
         content = _content(pathlib.Path(path), *program.spec["parts"][each["file"]])
-        found = serialize_executable.deserialize_and_load(*pickle.loads(content))
-        program.run = _choose(each["shapes"], found, program.run)
+        compiled = serialize_executable.deserialize_and_load(*pickle.loads(content))
+        program.run = _choose(each["shapes"], compiled, program.run)
     return program
 
 
@@ -62,8 +62,8 @@ def _content(path: pathlib.Path, file: str, digest: str) -> bytes:
     return content
 
 
-def _choose(wanted: list[list[int]], found: Any, otherwise: Any) -> Any:
+def _choose(compiled_for: list[list[int]], compiled: Any, otherwise: Any) -> Any:
     def run(weights: Any, inputs: Any) -> Any:
-        return (found if shapes(inputs) == wanted else otherwise)(weights, inputs)
+        return (compiled if shapes(inputs) == compiled_for else otherwise)(weights, inputs)
 
     return run

@@ -44,15 +44,15 @@ class Program:
         trees = {"dict": spec["weights"]}, {"dict": spec["inputs"]}, spec["results"]
         *leaves, results = (plain(tree, scope) for tree in trees)
         zeros = jax.custom_vjp(lambda weights, inputs: jax.tree.map(jax.numpy.zeros_like, results))
-        zeros.defvjp(zeros, zeros)  # no such rule: to ask for a gradient is an error, and not zeros
-        with jax.enable_x64(True):  # JAX makes a program of this signature, which is then given the bytecode
-            made = export.export(jax.jit(zeros, keep_unused=True), platforms=spec["platforms"])(*leaves)
-            self.exported = dataclasses.replace(made, mlir_module_serialized=bytecode, fun_name=spec["name"])
-            self.stub, self.inputs, self.weights = made, leaves[1], jax.device_put(weights)
+        zeros.defvjp(zeros, zeros)  # not a valid rule: asking for a gradient raises instead of giving zeros
+        with jax.enable_x64(True):  # JAX exports a stub with this signature, whose bytecode is then replaced
+            stub = export.export(jax.jit(zeros, keep_unused=True), platforms=spec["platforms"])(*leaves)
+            self.exported = dataclasses.replace(stub, mlir_module_serialized=bytecode, fun_name=spec["name"])
+            self.stub, self.inputs, self.weights = stub, leaves[1], jax.device_put(weights)
             self.run = jax.jit(self.exported.call)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the model returns for arrays that are given by position or by name."""
+        """Return the model's outputs for arrays, passed by position or by name."""
         with jax.enable_x64(True):
             outputs, state, held = self.run(self.weights, self.accept(args, kwargs))
         for ok, (error, message) in zip(np.asarray(held), self.spec["conditions"], strict=True):
@@ -64,11 +64,11 @@ class Program:
     def accept(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the inputs as the program takes them, or say what is wrong with them."""
         named = dict(zip(self.inputs, args, strict=False)) | kwargs
-        given = {name: None for name, tree in self.inputs.items() if tree is None} | named
-        if len(named) < len(args) + len(kwargs) or given.keys() != self.inputs.keys():
+        inputs = {name: None for name, tree in self.inputs.items() if tree is None} | named
+        if len(named) < len(args) + len(kwargs) or inputs.keys() != self.inputs.keys():
             raise TypeError(f"the program takes {[*self.inputs]}; it got {len(args)} unnamed and {[*kwargs]}")
         sizes: dict[str, int] = {}
-        return jax.tree.map_with_path(lambda p, leaf, v: check(p, leaf, v, sizes), self.inputs, given)
+        return jax.tree.map_with_path(lambda p, leaf, v: check(p, leaf, v, sizes), self.inputs, inputs)
 
 
 def check(path: Any, leaf: Any, value: Any, sizes: dict[str, int]) -> Any:
@@ -77,8 +77,8 @@ def check(path: Any, leaf: Any, value: Any, sizes: dict[str, int]) -> Any:
     pairs = zip(leaf.shape, value.shape, strict=False)
     shape = [n if isinstance(n, int) else sizes.setdefault(str(n), m) for n, m in pairs]
     if value.dtype != leaf.dtype or value.ndim != len(leaf.shape) or shape != [*value.shape]:
-        wanted, got = (f"{each.dtype}{[*each.shape]}" for each in (leaf, value))
-        raise ValueError(f"input {jax.tree_util.keystr(path)} must be {wanted} with {sizes}; it is {got}")
+        right, got = (f"{each.dtype}{[*each.shape]}" for each in (leaf, value))
+        raise ValueError(f"input {jax.tree_util.keystr(path)} must be {right} with {sizes}; it is {got}")
     return value
 
 

@@ -1,4 +1,9 @@
-"""Exported programs as torch modules: tensors of "jax" or of the CPU in, and out where they came from."""
+"""Exported programs as torch modules: what ``isthmus.load`` and ``Artifact.module()`` return.
+
+Inputs may be on "jax" or on the CPU, and results are on the device of the first input. The weights are parameters and
+buffers of the module, under the names they had in the model; the program takes them as arguments at every call, so
+``load_state_dict`` and ``.to()`` work. State that the model changes is written back into its buffers.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +39,7 @@ class ProgramModule(nn.Module):
         }
         for name, owner in program.spec["tied"].items():
             _place(self, name, getattr(*self._places[owner]), kinds[name])
-        program.weights = {}  # they are this module's now
+        program.weights = {}  # the module owns them now: a second copy would double the memory
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -52,20 +57,20 @@ class ProgramModule(nn.Module):
             signature_trees.ordered(self.program.spec["results"]["tuple"][0], from_jax(outputs)), device
         )
 
-    def _tensors(self, given: Any) -> Any:
-        """Return arguments with None for those that are no tensors, which must be what they were at the export."""
-        if isinstance(given, tuple):
+    def _tensors(self, arguments: Any) -> Any:
+        """Return arguments with None for those that are no tensors; their values must be those of the export."""
+        if isinstance(arguments, tuple):
             return (
-                *self._tensors(dict(zip(self.program.inputs, given, strict=False))).values(),
-                *given[len(self.program.inputs) :],
+                *self._tensors(dict(zip(self.program.inputs, arguments, strict=False))).values(),
+                *arguments[len(self.program.inputs) :],
             )
         fixed = self.program.spec["fixed"]
-        for name, value in given.items():
+        for name, value in arguments.items():
             if name in fixed and value is not None and repr(value) != fixed[name]:
                 raise ValueError(
                     f"{name} is {fixed[name]} in this program, which was exported so; it got {value!r}"
                 )
-        return {name: None if name in fixed else value for name, value in given.items()}
+        return {name: None if name in fixed else value for name, value in arguments.items()}
 
 
 class ExportedModule(nn.Module):
@@ -94,15 +99,17 @@ def _place(root: nn.Module, name: str, tensor: Tensor, kind: str) -> tuple[nn.Mo
             root.add_module(part, nn.Module())
         root = root.get_submodule(part)
     if kind == "parameter":
-        given = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
-        root.register_parameter(last, given)
+        # A tied tensor is a parameter already, and must stay the same object.
+        if not isinstance(tensor, nn.Parameter):
+            tensor = nn.Parameter(tensor, requires_grad=False)
+        root.register_parameter(last, tensor)
     else:
         root.register_buffer(last, tensor, persistent=kind == "buffer")
     return root, last
 
 
 def _device_of(tree: Any) -> torch.device:
-    """Return the device of the first tensor; a program has no gradient, so none may be asked for."""
+    """Return the device of the first tensor; raise where one requires grad, since a program has no gradient."""
     tensors = [leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_tensor) if isinstance(leaf, Tensor)]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         raise ExportError(
@@ -126,22 +133,22 @@ def _to(tree: Any, device: torch.device) -> Any:
 
 
 class _Flag:
-    """One of a program's conditions, looked at when it is asked for."""
+    """One of a program's value checks; its value is read when it is used."""
 
-    def __init__(self, held: Any, at: int) -> None:
-        self.held, self.at = held, at
+    def __init__(self, held: jax.Array, index: int) -> None:
+        self.held, self.index = held, index
 
     def copy_to_host_async(self) -> None:
-        """Begin to bring it to the host."""
+        """Start the transfer to the host."""
         self.held.copy_to_host_async()
 
     def __bool__(self) -> bool:
-        return bool(np.asarray(self.held)[self.at])
+        return bool(np.asarray(self.held)[self.index])
 
 
-def _verify(held: Any, conditions: list[tuple[str, str]]) -> None:
-    """Raise for the first condition that did not hold, at the time the config says."""
+def _verify(held: jax.Array, conditions: list[tuple[str, str]]) -> None:
+    """Raise for the first value check that failed, at the time ``config.check_indices`` says."""
     errors = [(_ERRORS.get(name, RuntimeError), message) for name, message in conditions]
     verify = value_checks.verifier(errors)
     if verify is not None:
-        verify([_Flag(held, at) for at in range(len(errors))])
+        verify([_Flag(held, index) for index in range(len(errors))])

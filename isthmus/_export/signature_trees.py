@@ -1,7 +1,7 @@
-"""Containers of inputs and outputs as a signature tells them: dicts, lists and tuples, whatever torch had.
+"""Containers of inputs and outputs as a signature stores them: dicts, lists and tuples, whatever torch had.
 
-A tree is ``{"dtype": ..., "shape": [...]}`` for an array, ``None`` for what is none, a list, ``{"tuple": [...]}`` or
-``{"dict": {...}}``.
+A tree is ``{"dtype": ..., "shape": [...]}`` for an array, ``None`` where there is no array, a list,
+``{"tuple": [...]}`` or ``{"dict": {...}}``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from isthmus.errors import ExportError
 
 
 def build(spec: TreeSpec, leaves: Iterator[Any]) -> Any:
-    """Return leaves in the containers of a torch tree; what has named fields becomes a dict, the rest a tuple."""
+    """Return leaves in the containers of a torch tree; one with named fields becomes a dict, others a tuple."""
     if spec.is_leaf():
         return next(leaves)
     parts = [build(child, leaves) for child in children(spec)]
@@ -27,8 +27,8 @@ def build(spec: TreeSpec, leaves: Iterator[Any]) -> Any:
 
 def children(spec: TreeSpec) -> list[TreeSpec]:
     """Return the trees right below the root of one."""
-    found = spec.children() if hasattr(spec, "children") else spec.children_specs
-    return list(found)
+    # The method is torch's newer name for the attribute.
+    return list(spec.children() if hasattr(spec, "children") else spec.children_specs)
 
 
 def _names(spec: TreeSpec) -> list[str] | None:
@@ -57,7 +57,7 @@ def describe(tree: Any, leaf: Callable[[Any], Any]) -> Any:
 
 
 def array(value: Any) -> dict[str, Any]:
-    """Return what a signature tells of an array; a size that is not a number is told in JAX's words."""
+    """Return the entry of an array in a signature; a dynamic size is an expression, as JAX prints it."""
     shape = [size if isinstance(size, int) else str(size) for size in value.shape]
     return {"dtype": str(value.dtype), "shape": shape}
 

@@ -21,7 +21,6 @@ from isthmus._dynamo import decompositions
 from isthmus._dynamo import higher_order as _higher_order  # noqa: F401  # importing it files the rules
 from isthmus._dynamo.evaluate import OWN, NodeFailure, is_lowered
 from isthmus._dynamo.random import is_random
-from isthmus._dynamo.text_tables import first_line
 from isthmus._export import dims, signature_trees
 from isthmus._export.evaluate import Exporting
 from isthmus._ops.registry import lowering_of
@@ -29,7 +28,7 @@ from isthmus._ops.tensors.views import VIEWS
 from isthmus._ops.value_checks import collecting
 from isthmus._runtime.compiler import scoped_x64
 from isthmus._runtime.dtypes import to_jax_dtype
-from isthmus.errors import ExportError
+from isthmus.errors import ExportError, first_line
 
 _WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 _WRITES = ("BUFFER_MUTATION", "PARAMETER_MUTATION")

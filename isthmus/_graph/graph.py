@@ -13,7 +13,8 @@ from isthmus._graph.nodes import Call, Input, Item, Leaf, Node, reachable
 from isthmus._graph.schema import PLACEMENT, schema_of
 from isthmus.errors import IsthmusError
 
-_ORDER = {"array": 0, "number": 1, "offset": 2, "draw": 3}
+# The last two are leaves of joint graphs, which are looked at and never run (``_dynamo/joint.py``).
+_ORDER = {"array": 0, "number": 1, "offset": 2, "draw": 3, "argument": 4, "opaque": 5}
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Graph:
         )
 
     @property
-    def ops(self) -> tuple[OpOverload, ...]:
+    def ops(self) -> tuple[Any, ...]:
         """Return every op the graph calls, each once, in the order of their first calls."""
         return tuple(dict.fromkeys(n.call.op for n in self.nodes if isinstance(n.call, Call)))
 
@@ -115,9 +116,15 @@ def evaluate(
 
 
 def arguments_of(call: Call, values: Sequence[Any]) -> dict[str, Any]:
-    """Return every argument of a call by its schema's name, inputs filled in and defaults added."""
-    given = {a.name: a.default for a in schema_of(call.op).arguments if a.has_default}
-    return given | {name: fill(value, values) for name, value in call.arguments}
+    """Return every argument of a call by its schema's name and in its order, inputs filled in and defaults added."""
+    if not isinstance(call.op, OpOverload):
+        return {name: fill(value, values) for name, value in call.arguments}
+    given = {name: fill(value, values) for name, value in call.arguments}
+    return {
+        a.name: given.get(a.name, a.default)
+        for a in schema_of(call.op).arguments
+        if a.name in given or a.has_default
+    }
 
 
 def fill(value: Any, values: Sequence[Any]) -> Any:
@@ -154,10 +161,11 @@ def check(graph: Graph) -> None:
 def _check_call(node: Node) -> None:
     call = node.call
     assert isinstance(call, Call)
-    schema = schema_of(call.op)
-    _demand(not schema.mutated, f"{call.op} writes to its arguments")
-    names = {a.name for a in schema.arguments}
-    _demand(all(name in names for name, _ in call.arguments), f"{call.op} has no such argument")
+    if isinstance(call.op, OpOverload):
+        schema = schema_of(call.op)
+        _demand(not schema.mutated, f"{call.op} writes to its arguments")
+        names = {a.name for a in schema.arguments}
+        _demand(all(name in names for name, _ in call.arguments), f"{call.op} has no such argument")
     used = {n for _, value in call.arguments for n in _inputs_in(value)}
     used |= {len(node.inputs) - 1} if call.random else set()
     _demand(used == set(range(len(node.inputs))), f"{call.op} does not name its inputs")

@@ -7,6 +7,8 @@ tuple of objects, name its program exactly, and nothing is hashed twice.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._ops import OpOverload
 
+from isthmus._graph.layout import Spec
 from isthmus._graph.schema import schema_of
 
 
@@ -58,15 +61,22 @@ class Input:
 class Call:
     """An op and its arguments, with an ``Input`` for each that varies; interned, so compared by identity.
 
+    ``op`` is an ATen overload; in graphs of ``torch.compile`` it may also be a Python function of values, such as
+    arithmetic on numbers that depend on data or a ``cond`` with its branches, whose arguments are named "0", "1", ...
+
     Arguments at their defaults and those that say where a result lives are left out. ``context`` is what else the op
-    depends on: torch's default dtype, and its float32 matmul precision where that matters.
+    depends on: torch's default dtype, and its float32 matmul precision where that matters. A ``random`` call has one
+    more input, the (seed, offset) words of a draw, and uses the offset ``draw`` places after it. ``layouts`` are those
+    of the tensor arguments, for the few ops whose kernels look at strides.
     """
 
-    op: OpOverload
+    op: Any
     arguments: tuple[tuple[str, Any], ...]
     types: tuple[Type | None, ...]
     context: tuple[torch.dtype, str | None] = (torch.float32, None)
     random: bool = False
+    draw: int = 0
+    layouts: tuple[Spec, ...] | None = None
 
     def __repr__(self) -> str:
         return f"Call({self.op}, {', '.join(f'{name}={value!r}' for name, value in self.arguments)})"
@@ -115,23 +125,26 @@ TABLE = _table
 
 
 def call_of(
-    op: OpOverload,
+    op: Any,
     arguments: dict[str, Any],
     types: Iterable[Type | None],
     *,
     context: tuple[torch.dtype, str | None] = (torch.float32, None),
     random: bool = False,
+    draw: int = 0,
+    layouts: tuple[Spec, ...] | None = None,
 ) -> Call:
     """Return the one call with these parts."""
-    found = canonical(op, arguments)
-    types = tuple(types)
-    key = (op, exact(found), types, context, random)
-    return _calls.get(key) or _calls.setdefault(key, Call(op, found, types, context, random))
+    named = canonical(op, arguments)
+    parts = (tuple(types), context, random, draw, layouts)
+    key = (op, exact(named), *parts)
+    return _calls.get(key) or _calls.setdefault(key, Call(op, named, *parts))
 
 
-def canonical(op: OpOverload, arguments: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Return the arguments that say anything, in the schema's order, lists as tuples."""
-    defaults = {a.name: a.default for a in schema_of(op).arguments if a.has_default}
+def canonical(op: Any, arguments: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Return the arguments that are not at their defaults, in the schema's order, lists as tuples."""
+    overload = isinstance(op, OpOverload)
+    defaults = {a.name: a.default for a in schema_of(op).arguments if a.has_default} if overload else {}
     frozen = {name: _frozen(value) for name, value in arguments.items()}
     return tuple(
         (name, value)
@@ -164,6 +177,22 @@ def node(call: Call, *inputs: Node) -> Node:
     if found is None:
         found = _table[key] = Node(call, inputs)
     return found
+
+
+@contextlib.contextmanager
+def temporary() -> Iterator[None]:
+    """Let calls and nodes made inside leave the tables afterwards; graphs that use them keep them alive.
+
+    A graph of ``torch.compile`` is converted once, and its nodes may hold constants and sub-graphs: the tables must
+    not. A node that another thread records meanwhile may go too, and is then made anew when it is recorded again.
+    """
+    sizes = [(table, len(table)) for table in (_calls, _table)]
+    try:
+        yield
+    finally:
+        for table, size in sizes:
+            for key in list(itertools.islice(table, size, None)):  # in the order in which they were made
+                table.pop(key, None)  # type: ignore[call-overload]
 
 
 def forget_all_but(roots: Iterable[Node]) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from isthmus._graph.arguments import flatten, number_as_tensor
 from isthmus._graph.cpu_equivalents import EQUIVALENTS, WIDENED
 from isthmus._graph.graph import Graph, check, evaluate, fill
 from isthmus._graph.nodes import Call, Node, Type
@@ -58,7 +59,7 @@ def run_node(node: Node, given: list[Any]) -> Any:
     assert isinstance(call, Call)
     arguments = {name: fill(value, given) for name, value in call.arguments}
     draw = given[-1] if call.random else None
-    results = flat(perform(call.op, arguments, draw, call.context[0]))
+    results = flatten(perform(call.op, arguments, draw, call.context[0]))
     if len(results) != len(call.types):
         raise IsthmusError(f"{call.op} gave {len(results)} results where {len(call.types)} were recorded")
     found = [_checked(call, result, type) for result, type in zip(results, call.types, strict=True)]
@@ -71,7 +72,7 @@ def perform(
     """Return what a functional op gives on the CPU for a draw, with this default dtype; a list of several results."""
     with _default(dtype or torch.get_default_dtype()), torch.no_grad():
         given = with_tensors(op, arguments)
-        found = flat(_function(op)(**given) if draw is None else _random(op, given, seed_of(draw)))
+        found = flatten(_function(op)(**given) if draw is None else _random(op, given, seed_of(draw)))
     return found if len(found) != 1 else found[0]
 
 
@@ -115,15 +116,9 @@ def with_tensors(op: OpOverload, arguments: dict[str, Any]) -> dict[str, Any]:
     numbers = numbers_for_tensors(op, arguments)
     if not numbers:
         return arguments
+    # A condition takes no part in promotion.
     others = [v for name, v in arguments.items() if isinstance(v, Tensor) and name != "condition"]
-
-    def as_tensor(value: Any) -> Tensor:
-        # Of the dtype the call computes in, a tensor promotes as the number does.
-        kinds = [torch.result_type(other, value) for other in others]
-        dtype = functools.reduce(torch.promote_types, kinds) if kinds else None
-        return torch.tensor(value, dtype=dtype, device="cpu")
-
-    return arguments | {name: as_tensor(arguments[name]) for name in numbers}
+    return arguments | {name: number_as_tensor(arguments[name], others) for name in numbers}
 
 
 def numbers_for_tensors(op: OpOverload, arguments: dict[str, Any]) -> list[str]:
@@ -132,13 +127,6 @@ def numbers_for_tensors(op: OpOverload, arguments: dict[str, Any]) -> list[str]:
         return []
     kinds = {a.name: a.kind for a in schema_of(op).arguments}
     return [n for n, v in arguments.items() if kinds[n] == "tensor" and isinstance(v, (int, float, complex))]
-
-
-def flat(result: Any) -> list[Any]:
-    """Return the results of an op in one list."""
-    if isinstance(result, (list, tuple)):
-        return [found for item in result for found in flat(item)]
-    return [result]
 
 
 def _checked(call: Call, result: Any, type: Type | None) -> Tensor | None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import Call, Input, Item, Leaf, Node
@@ -53,11 +54,18 @@ def _made(node: Node, known: Mapping[Node, str]) -> str:
     if isinstance(call, Item):
         return f"{known[node.inputs[0]]}[{call.index}]"
     shown = _arguments(call, [known[i] for i in node.inputs])
-    return f"{call.op}({', '.join(shown)})"
+    return f"{op_name(call.op)}({', '.join(shown)})"
+
+
+def op_name(op: Any) -> str:
+    """Return the name of an overload, or of a Python function."""
+    return str(op) if isinstance(op, OpOverload) else getattr(op, "__name__", repr(op))
 
 
 def _arguments(call: Call, given: list[str]) -> list[str]:
     """Return the arguments as in a call: those that come first by position, the others by name."""
+    if not isinstance(call.op, OpOverload):
+        return [_value(value, given) for _, value in call.arguments]
     positions = {a.name: None if a.keyword_only else a.position for a in schema_of(call.op).arguments}
     found = []
     for place, (name, value) in enumerate(call.arguments):
@@ -94,4 +102,4 @@ def _label(node: Node) -> str:
     call = node.call
     if isinstance(call, Leaf):
         return f"{call.kind} {call.index}"
-    return f"[{call.index}]" if isinstance(call, Item) else str(call.op)
+    return f"[{call.index}]" if isinstance(call, Item) else op_name(call.op)

@@ -1,8 +1,19 @@
-"""Calls that read a view from the value of a storage, and write one back: view, permute, as_strided and its scatter."""
+"""Calls that read a view from the value of a storage, and write one back: view, permute, as_strided and its scatter.
+
+A graph computes on values, a tensor is a view of a storage. The value of a storage is kept in the shape
+``layout.storage_shape`` gives; a transposed matrix of size (3, 2) and strides (1, 3) is kept as (2, 3) and read by
+``permute``. Lazy mode and ``torch.compile`` both read their arguments, lay out their results and write to storages by
+the calls made here, so that passes see one form of each:
+
+- ``read(storage, spec, offset)``: the calls that turn a storage into the elements a view shows;
+- ``store(spec)``: the calls that turn a new result into the storage of a tensor with this layout;
+- ``write(storage, spec, new, ...)``: the storage with the view's elements replaced.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -14,17 +25,20 @@ from isthmus._graph.layout import (
     storage_order,
     storage_shape,
 )
-from isthmus._graph.nodes import Call, Input, Type, call_of
+from isthmus._graph.nodes import Call, Input, Node, Type, call_of, node
 
 _aten = torch.ops.aten
 
 
-def read(storage: Type, spec: Spec, offset: bool) -> list[Call]:
-    """Return the calls, one after another, that read a view of a storage; with an offset it is the last one's input."""
+def read(storage: Type, spec: Spec, offset: bool, start: int = 0) -> list[Call]:
+    """Return the calls, one after another, that read a view of a storage.
+
+    The view starts at element ``start``; or, with ``offset``, where the second input of the last call says.
+    """
     calls, typed = _typed(storage, spec.dtype)
     size, stride = spec.size, spec.stride
-    if offset:
-        return [*calls, _strided(typed, spec, with_offset=True)]
+    if offset or start:
+        return [*calls, _strided(typed, spec, with_offset=offset, start=start)]
     if typed.size == size and stride == contiguous_strides(size):
         return calls
     if math.prod(typed.size) == math.prod(size):
@@ -50,10 +64,12 @@ def _typed(storage: Type, dtype: torch.dtype) -> tuple[list[Call], Type]:
     return ([] if storage.size == flat.size else [view(storage, flat.size)]) + [again], typed
 
 
-def _strided(storage: Type, spec: Spec, *, with_offset: bool) -> Call:
-    arguments = {"self": Input(0), "size": spec.size, "stride": spec.stride}
+def _strided(storage: Type, spec: Spec, *, with_offset: bool, start: int = 0) -> Call:
+    arguments: dict[str, object] = {"self": Input(0), "size": spec.size, "stride": spec.stride}
     if with_offset:
         arguments["storage_offset"] = Input(1)
+    elif start:
+        arguments["storage_offset"] = start
     return call_of(_aten.as_strided.default, arguments, [Type(spec.size, storage.dtype)])
 
 
@@ -129,16 +145,56 @@ def bits(value: Type, dtype: torch.dtype) -> list[Call]:
     return [call_of(_aten.view.dtype, {"self": Input(0), "dtype": dtype}, [Type(value.size, dtype)])]
 
 
-def scatter(storage: Type, spec: Spec, offset: bool) -> tuple[list[Call], Call, list[Call]]:
+def scatter(storage: Type, spec: Spec, offset: bool, start: int = 0) -> tuple[list[Call], Call, list[Call]]:
     """Return the calls before, at and after a write: the storage in the view's dtype, the write, the way back.
 
-    What is written has the dtype that ``written_as`` says.
+    The source of the write has the dtype ``written_as`` gives; the offset is as for ``read``.
     """
     spec = replace(spec, dtype=written_as(storage, spec.dtype))
     before, typed = _typed(storage, spec.dtype)
-    arguments = {"self": Input(0), "src": Input(1), "size": spec.size, "stride": spec.stride}
+    arguments: dict[str, object] = {
+        "self": Input(0),
+        "src": Input(1),
+        "size": spec.size,
+        "stride": spec.stride,
+    }
     if offset:
         arguments["storage_offset"] = Input(2)
+    elif start:
+        arguments["storage_offset"] = start
     write = call_of(_aten.as_strided_scatter.default, arguments, [typed])
     after, flat = _typed(typed, storage.dtype)
     return before, write, after if flat.size == storage.size else [*after, view(flat, storage.size)]
+
+
+def shaped(new: Type, storage: Type, spec: Spec) -> list[Call]:
+    """Return the calls that cast and expand a result to the elements that a view of a storage takes."""
+    written = written_as(storage, spec.dtype)
+    calls = cast(new, spec.dtype) + bits(Type(new.size, spec.dtype), written)
+    return calls + expand(Type(new.size, written), spec.size)
+
+
+def chained(calls: Iterable[Call], value: Node) -> Node:
+    """Return the node at the end of calls of one input each, the first of them on ``value``."""
+    for call in calls:
+        value = node(call, value)
+    return value
+
+
+def read_node(storage: Node, spec: Spec, offset: Node | None = None, start: int = 0) -> Node:
+    """Return the node of the elements that a view of a storage shows."""
+    calls = read(storage.type, spec, offset is not None, start)
+    if offset is None:
+        return chained(calls, storage)
+    return node(calls[-1], chained(calls[:-1], storage), offset)
+
+
+def write_node(storage: Node, spec: Spec, new: Node, offset: Node | None = None, start: int = 0) -> Node:
+    """Return the node of a storage whose elements that a view shows are replaced by ``new``."""
+    new = chained(shaped(new.type, storage.type, spec), new)
+    whole = replaces(storage.type, spec, offset is not None or start != 0)
+    if whole is not None:
+        return chained(whole, new)
+    before, write, after = scatter(storage.type, spec, offset is not None, start)
+    extra = () if offset is None else (offset,)
+    return chained(after, node(write, chained(before, storage), new, *extra))

@@ -1,7 +1,10 @@
-"""Tensors as arrays and arrays as tensors, without a copy.
+"""``isthmus.to_jax`` and ``isthmus.from_jax``: tensors as arrays and arrays as tensors, without a copy.
 
-Arrays never change, and a tensor's memory is given away only where nobody else holds its array; so a later write to the
-tensor is not seen through the array, whichever way it crossed.
+A tensor on "jax" is a layout on a buffer that holds a ``jax.Array``. ``to_jax`` returns that array where the tensor
+shows all of it in order, else the result of one program that reads the view; ``from_jax`` makes a buffer for the array.
+
+Sharing is safe in both directions. A write to a tensor gives its buffer a new array, and the old array's memory is
+donated to the write only if nothing else refers to it, so an array taken out of a tensor never changes.
 """
 
 from __future__ import annotations
@@ -21,21 +24,45 @@ from isthmus._runtime.dtypes import to_torch_dtype
 from isthmus._runtime.host_arrays import from_numpy
 from isthmus.errors import IsthmusError
 
+Array = jax.Array
+
 
 def to_jax(tree: Any) -> Any:
     """Return a tensor, or every tensor of a pytree, as a ``jax.Array``.
 
-    Nothing is copied where a tensor on "jax" shows all of its storage; a view of another layout is one program.
+    Arguments:
+        tree: tensors on "jax" or on the CPU, in a pytree of JAX's if need be. Other leaves are returned as they are.
+
+    Returns:
+        The same tree with arrays. Nothing is copied where a tensor on "jax" shows all of its storage; another view is
+        computed by one program. int64 stays int64, also with JAX's 64-bit types off.
+
+    Example:
+        >>> import torch
+        >>> to_jax({"x": torch.ones(2, device="jax")})
+        {'x': Array([1., 1.], dtype=float32)}
     """
-    return jax.tree.map(_array, tree, is_leaf=lambda value: isinstance(value, Tensor))
+    return jax.tree.map(_to_array, tree, is_leaf=lambda value: isinstance(value, Tensor))
 
 
 def from_jax(tree: Any) -> Any:
-    """Return a ``jax.Array``, or every array of a pytree, as a tensor on "jax", without a copy."""
-    return jax.tree.map(_tensor, tree)
+    """Return a ``jax.Array``, or every array of a pytree, as a tensor on "jax".
+
+    Arguments:
+        tree: arrays of JAX or numpy, in a pytree if need be. Other leaves are returned as they are.
+
+    Returns:
+        The same tree with tensors, which share the memory of arrays that are on the device already.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from_jax(jnp.arange(3.0)).sum().item()
+        3.0
+    """
+    return jax.tree.map(_to_tensor, tree)
 
 
-def _array(value: Any) -> Any:
+def _to_array(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     if value.device.type == "jax":
@@ -47,7 +74,7 @@ def _array(value: Any) -> Any:
     )
 
 
-def _tensor(value: Any) -> Any:
+def _to_tensor(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return wrap(from_numpy(value))
     if not isinstance(value, jax.Array):
@@ -55,14 +82,15 @@ def _tensor(value: Any) -> Any:
     if jax.numpy.issubdtype(value.dtype, jax.dtypes.extended):
         raise TypeError(f"isthmus.from_jax: torch has no dtype {value.dtype}; pass jax.random.key_data(key)")
     if not isinstance(value, jax.core.Tracer):
-        value = _here(value)
+        value = _on_default_device(value)
         if mode.current.capture is not None:
+            # isthmus.jit would compile this array in as a constant: the recording is given up, with this reason.
             mode.current.capture.reason = "it takes an array of JAX's, which may be another at the next call"
     return wrap(value, to_torch_dtype(value.dtype))
 
 
-def _here(array: Any) -> Any:
-    """Return an array on the device tensors live on."""
+def _on_default_device(array: Array) -> Array:
+    """Return an array on the device that tensors live on, moved there if it is on another one."""
     devices = array.devices()
     if len(devices) > 1:
         raise IsthmusError(

@@ -1,4 +1,22 @@
-"""Torch's custom autograd functions inside JAX's transformations: ``jax.grad`` uses the gradient they define."""
+"""``torch.autograd.Function`` inside JAX's transformations: ``jax.grad`` uses the ``backward`` it defines.
+
+Torch code that JAX traces runs without torch's autograd: JAX differentiates the ops. A custom function would lose its
+gradient that way (a straight-through estimator would have none), so while torch code runs inside JAX
+(``torch_functions.inside_jax``) ``Function.apply`` is replaced by one that makes the call a ``jax.custom_vjp``::
+
+    class Round(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x): return x.round()
+        @staticmethod
+        def backward(ctx, g): return g          # jax.grad uses this
+
+JAX calls forward and backward in traces of their own, perhaps at different times and more than once. Whatever one of
+them leaves for another is therefore returned through JAX: the results as arrays beside a ``ResultLayout`` that says how
+to make torch's results of them, the context as a pytree of residuals.
+
+The replacement is per process, and a call on a thread outside JAX, or of tensors that torch's autograd records, goes to
+torch's own ``apply``. JAX's forward mode raises for such a function, as it does for every ``custom_vjp``.
+"""
 
 from __future__ import annotations
 
@@ -16,28 +34,31 @@ from isthmus._device.core.buffer import buffer_of
 from isthmus._device.core.derivatives import conjugated
 from isthmus._device.torch_glue import patches
 from isthmus._interop.arrays import from_jax, to_jax
+from isthmus._interop.pytrees import Static, without_static
 from isthmus.errors import IsthmusError
 
+Array = jax.Array
 _original = Function.__dict__["apply"]
-_here = threading.local()
+_thread = threading.local()
 _lock = threading.Lock()
 _users = 0
 
 
 @contextlib.contextmanager
-def respected() -> Iterator[None]:
-    """Make ``Function.apply`` on this thread a function whose gradient JAX takes from its ``backward``."""
-    before = getattr(_here, "depth", 0)
-    _here.depth = before + 1
-    _install(1)
+def differentiated_by_jax() -> Iterator[None]:
+    """Make calls of ``Function.apply`` on this thread differentiable by JAX, through their ``backward``."""
+    depth = getattr(_thread, "depth", 0)
+    _thread.depth = depth + 1
+    _count_users(1)
     try:
         yield
     finally:
-        _here.depth = before
-        _install(-1)
+        _thread.depth = depth
+        _count_users(-1)
 
 
-def _install(change: int) -> None:
+def _count_users(change: int) -> None:
+    """Replace ``Function.apply`` for the first user of any thread, and restore it after the last."""
     global _users
     with _lock:
         _users += change
@@ -50,26 +71,26 @@ def _install(change: int) -> None:
 def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     by_torch = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    if not getattr(_here, "depth", 0) or by_torch or any(t.device.type != "jax" for t in tensors):
+    if not getattr(_thread, "depth", 0) or by_torch or any(t.device.type != "jax" for t in tensors):
         return _original.__get__(None, cls)(*args, **kwargs)
-    return Application(cls, args, kwargs).run()
+    return FunctionCall(cls, args, kwargs).run()
 
 
 class Context:
-    """What ``forward`` and ``backward`` see as ``ctx``."""
+    """The ``ctx`` that ``forward`` and ``backward`` get; they may set further attributes."""
 
-    def __init__(self, needs: Sequence[bool]) -> None:
-        self.needs_input_grad = tuple(needs)
+    def __init__(self, needs_input_grad: Sequence[bool]) -> None:
+        self.needs_input_grad = tuple(needs_input_grad)
         self.saved_tensors: tuple[Any, ...] = ()
-        self.still: tuple[int, ...] = ()
+        self.nondifferentiable: tuple[int, ...] = ()
         self.materializes = True
 
     def save_for_backward(self, *tensors: Any) -> None:
-        """Keep tensors for ``backward``."""
+        """Save tensors for ``backward``."""
         self.saved_tensors = tensors
 
     def save_for_forward(self, *tensors: Any) -> None:
-        """Do nothing: JAX's forward mode does not ask a function with its own ``backward``."""
+        """Do nothing: JAX's forward mode does not use a function with its own ``backward``."""
 
     def mark_dirty(self, *tensors: Any) -> None:
         """Refuse: the arrays JAX differentiates cannot change."""
@@ -79,123 +100,125 @@ class Context:
 
     def mark_non_differentiable(self, *tensors: Any) -> None:
         """Say which results have no gradient."""
-        self.still = tuple([id(t) for t in tensors])
+        # By identity, as torch does: == on tensors compares elements.
+        self.nondifferentiable = tuple([id(t) for t in tensors])
 
     def set_materialize_grads(self, value: bool) -> None:
-        """Say whether results without a gradient get one of zeros, or None."""
+        """Say whether the gradient of a result nothing uses is zeros, or None."""
         self.materializes = value
 
 
-@jax.tree_util.register_pytree_node_class
-class Kept:
-    """A context between forward and backward: its tensors are arrays of JAX's, the rest stays as it is."""
-
-    def __init__(self, arrays: Any, rest: Any) -> None:
-        self.arrays, self.rest = arrays, rest
-
-    @classmethod
-    def of(cls, context: Context) -> Kept:
-        """Take a context apart."""
-        leaves, spec = jax.tree.flatten(vars(context))
-        arrays = [to_jax(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
-        return cls(arrays, Rest(spec, [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]))
-
-    def context(self) -> Context:
-        """Put the context together again."""
-        found = Context(())
-        pairs = zip(self.arrays, self.rest.leaves, strict=True)
-        leaves = [leaf if array is None else from_jax(array) for array, leaf in pairs]
-        vars(found).update(jax.tree.unflatten(self.rest.spec, leaves))
-        return found
-
-    def tree_flatten(self) -> tuple[Any, Any]:
-        """Return the arrays and the rest."""
-        return (self.arrays,), self.rest
-
-    @classmethod
-    def tree_unflatten(cls, rest: Any, children: Any) -> Kept:
-        """Put arrays and rest together."""
-        return cls(children[0], rest)
+def _to_residuals(context: Context) -> dict[str, Any]:
+    """Return the attributes of a context with tensors as arrays; the rest becomes structure, which JAX passes on."""
+    return jax.tree.map(
+        lambda leaf: to_jax(leaf) if isinstance(leaf, Tensor) else Static(leaf), dict(vars(context))
+    )
 
 
-class Rest:
-    """What is not an array in a context; one of a kind."""
+def _from_residuals(residuals: dict[str, Any]) -> Context:
+    context = Context(())
+    # from_jax first: an array that was an attribute's own value is in a Static, and stays an array.
+    vars(context).update(without_static(from_jax(residuals)))
+    return context
 
-    def __init__(self, spec: Any, leaves: list[Any]) -> None:
-        self.spec, self.leaves = spec, leaves
+
+@jax.tree_util.register_static
+class ResultLayout:
+    """How the results of a ``forward`` are made of arrays: their order, and values that are not tensors.
+
+    ``values`` has None for each tensor and a ``Static`` for any other result; ``nondifferentiable`` are positions among
+    the tensors. JAX refuses a ``custom_vjp`` whose two forwards return different structures. Values may be objects
+    without equality, and each forward has returned its own, so they are left out of the comparison.
+    """
+
+    def __init__(
+        self, is_tuple: bool, values: tuple[Static | None, ...], nondifferentiable: tuple[int, ...]
+    ) -> None:
+        self.is_tuple, self.values, self.nondifferentiable = is_tuple, values, nondifferentiable
+        self._key = (is_tuple, tuple([value is None for value in values]), nondifferentiable)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ResultLayout) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def results(self, arrays: Sequence[Array]) -> Any:
+        """Return the results of ``forward``, with tensors on these arrays."""
+        rest = iter(arrays)
+        results = tuple([from_jax(next(rest)) if value is None else value.value for value in self.values])
+        return results if self.is_tuple else results[0]
 
 
-class Application:
-    """One call of a custom function."""
+class FunctionCall:
+    """One call of an ``autograd.Function``, as a ``jax.custom_vjp`` of the arrays behind its tensor arguments."""
 
     def __init__(self, cls: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.cls, self.args, self.kwargs = cls, args, kwargs
-        self.places = [n for n, arg in enumerate(args) if isinstance(arg, Tensor)]
-        self.results: list[Any] = []
-        self.still: list[int] = []
-        self.is_tuple = False
+        self.positions = [n for n, arg in enumerate(args) if isinstance(arg, Tensor)]
 
     def run(self) -> Any:
         """Return the results as tensors."""
-        primal = jax.custom_vjp(lambda *arrays: self.forward(arrays)[0])
-        primal.defvjp(self._forward_saving, self.backward, symbolic_zeros=True)
-        found = primal(*[to_jax(self.args[n]) for n in self.places])
-        arrays = iter([jax.lax.stop_gradient(a) if n in self.still else a for n, a in enumerate(found)])
-        results = tuple([from_jax(next(arrays)) if r is None else r.value for r in self.results])
-        return results if self.is_tuple else results[0]
+        function = jax.custom_vjp(lambda *arrays: self._forward(arrays, [False] * len(arrays))[0])
+        function.defvjp(self._forward_with_residuals, self._backward, symbolic_zeros=True)
+        arrays, layout = function(*[to_jax(self.args[n]) for n in self.positions])
+        for n in layout.nondifferentiable:
+            arrays[n] = jax.lax.stop_gradient(arrays[n])
+        return layout.results(arrays)
 
-    def _forward_saving(self, *primals: Any) -> Any:
-        return self.forward([p.value for p in primals], [p.perturbed for p in primals])
+    def _forward_with_residuals(self, *primals: Any) -> Any:
+        # With symbolic_zeros JAX says of each argument whether it is differentiated.
+        return self._forward([p.value for p in primals], [p.perturbed for p in primals])
 
-    def forward(self, arrays: Sequence[Any], moving: Sequence[bool] = ()) -> tuple[list[Any], Kept]:
-        """Return the results that are arrays, and what backward needs."""
+    def _forward(
+        self, arrays: Sequence[Array], perturbed: Sequence[bool]
+    ) -> tuple[tuple[list[Array], ResultLayout], dict[str, Any]]:
+        """Return the results that are tensors as arrays, how the results are made of them, and the residuals."""
         args, needs = list(self.args), [False] * len(self.args)
-        for place, n in enumerate(self.places):
-            args[n], needs[n] = from_jax(arrays[place]), bool(moving) and moving[place]
+        for n, array, is_perturbed in zip(self.positions, arrays, perturbed, strict=True):
+            args[n], needs[n] = from_jax(array), is_perturbed
         context = Context(needs)
-        before = [buffer_of(args[n]).held for n in self.places]
+        before = [buffer_of(args[n]).held for n in self.positions]
         with torch.no_grad():
-            found = self._call(context, args)
-        if any(buffer_of(args[n]).held is not held for n, held in zip(self.places, before, strict=True)):
+            out = self._call_forward(context, args)
+        # A write rebinds the buffer to another array, so identity shows it even without mark_dirty.
+        if any(buffer_of(args[n]).held is not held for n, held in zip(self.positions, before, strict=True)):
             context.mark_dirty()
-        self.is_tuple = isinstance(found, tuple)
-        results = found if self.is_tuple else (found,)
-        tensors = [r for r in results if isinstance(r, Tensor)]
-        self.still = [n for n, tensor in enumerate(tensors) if id(tensor) in context.still]
-        self.results = [None if isinstance(r, Tensor) else Other(r) for r in results]
-        return [to_jax(tensor) for tensor in tensors], Kept.of(context)
+        results = out if isinstance(out, tuple) else (out,)
+        tensors = [result for result in results if isinstance(result, Tensor)]
+        layout = ResultLayout(
+            isinstance(out, tuple),
+            tuple([None if isinstance(result, Tensor) else Static(result) for result in results]),
+            tuple([n for n, tensor in enumerate(tensors) if id(tensor) in context.nondifferentiable]),
+        )
+        return ([to_jax(tensor) for tensor in tensors], layout), _to_residuals(context)
 
-    def _call(self, context: Context, args: list[Any]) -> Any:
-        if self.cls.setup_context is Function.setup_context:
+    def _call_forward(self, context: Context, args: list[Any]) -> Any:
+        if self.cls.setup_context is Function.setup_context:  # the older style: forward(ctx, ...)
             return self.cls.forward(context, *args, **self.kwargs)
-        found = self.cls.forward(*args, **self.kwargs)
-        self.cls.setup_context(context, tuple(args), found)
-        return found
+        out = self.cls.forward(*args, **self.kwargs)
+        self.cls.setup_context(context, tuple(args), out)
+        return out
 
-    def backward(self, kept: Kept, given: list[Any]) -> tuple[Any, ...]:
-        """Return the gradients of the arrays."""
-        arrays, context = iter(given), kept.context()
-        gradients = [_gradient(next(arrays), context) if r is None else None for r in self.results]
+    def _backward(self, residuals: dict[str, Any], cotangents: tuple[list[Any], ResultLayout]) -> Any:
+        """Return the gradients of the arrays; cotangents have the structure of the results."""
+        arrays, layout = iter(cotangents[0]), cotangents[1]
+        context = _from_residuals(residuals)
+        gradients = [_gradient(next(arrays), context) if v is None else None for v in layout.values]
         with torch.no_grad():
-            found = self.cls.backward(context, *gradients)  # type: ignore[arg-type]
-        found = found if isinstance(found, tuple) else (found,)
-        return tuple([_pulled(found[n], self.args[n]) for n in self.places])
+            pulled = self.cls.backward(context, *gradients)  # type: ignore[arg-type]
+        pulled = pulled if isinstance(pulled, tuple) else (pulled,)
+        return tuple([_cotangent(pulled[n], self.args[n]) for n in self.positions])
 
 
-class Other:
-    """A result that is not a tensor."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-def _gradient(array: Any, context: Context) -> Tensor | None:
-    if isinstance(array, jax.custom_derivatives.SymbolicZero):
-        if not context.materializes or array.dtype == jax.dtypes.float0:
+def _gradient(cotangent: Any, context: Context) -> Tensor | None:
+    """Return JAX's cotangent of a result as the gradient that ``backward`` gets."""
+    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        if not context.materializes or cotangent.dtype == jax.dtypes.float0:
             return None
-        array = jax.numpy.zeros(array.shape, array.dtype)
-    return None if array.dtype == jax.dtypes.float0 else from_jax(conjugated(array))
+        cotangent = jax.numpy.zeros(cotangent.shape, cotangent.dtype)
+    return None if cotangent.dtype == jax.dtypes.float0 else from_jax(conjugated(cotangent))
 
 
-def _pulled(gradient: Tensor | None, argument: Tensor) -> Any:
+def _cotangent(gradient: Tensor | None, argument: Tensor) -> Array | None:
     return None if gradient is None else conjugated(to_jax(gradient.to(argument.dtype)))

@@ -1,7 +1,19 @@
-"""State of torch programs as the nested pytrees that JAX programs read and write with orbax, and back.
+"""``isthmus.checkpoint.save`` and ``load``: the state of torch programs in orbax checkpoints, which JAX programs share.
 
-torch's dotted names become nested dicts, and keys that are numbers become strings: ``{"0.weight": w}`` is
-``{"0": {"weight": w}}``.
+torch's dotted names become nested dicts, as Flax has them, and keys that are numbers become strings::
+
+    state_dict   {"0.weight": w, "0.bias": b}
+    checkpoint   {"0": {"weight": w, "bias": b}}
+
+``save`` goes state -> ``to_tree`` -> orbax. The folder is written beside its place, sealed with checksums, and swapped
+with the old one (``_runtime/files.py``, ``_runtime/checksums.py``), so that no crash leaves a broken checkpoint.
+
+``load`` goes orbax -> ``_fill``. The tree in the file has lost what orbax cannot store: dotted names, integer keys,
+tuples, which tensors are tied, tensors without elements. The target, which has all of them, is the template
+(``_flat``, ``_complete``, ``_like``). Everything is read and checked before the target is changed.
+
+Arrays are numpy arrays between orbax and torch, never ``jax.Array``s: those would lose int64 while JAX's 64-bit types
+are off.
 """
 
 from __future__ import annotations
@@ -25,23 +37,33 @@ from isthmus._interop.arrays import from_jax, to_jax
 from isthmus._runtime import checksums, files
 from isthmus.errors import DamagedFile, IsthmusError, first_line
 
-_MARKS = ("_CHECKPOINT_METADATA", "_METADATA", checksums.LIST)
-"""What tells a checkpoint from other folders: orbax writes the first two, Isthmus the last."""
-_PLAIN = (bool, int, float, str, np.ndarray, jax.Array)
+_MARKERS = ("_CHECKPOINT_METADATA", "_METADATA", checksums.LIST)
+"""Files that only a checkpoint has: orbax writes the first two, Isthmus the last."""
+_LEAVES = (bool, int, float, str, np.ndarray, jax.Array)
 
 
 def save(path: str | os.PathLike[str], state: Any, *, force: bool = False) -> None:
-    """Write state as an orbax checkpoint, a folder that plain orbax reads; ``force`` replaces one that is there.
+    """Write state as an orbax checkpoint, a folder that orbax reads without Isthmus.
 
-    Modules, optimizers and whatever else has a ``state_dict`` may stand for it in the state, anywhere in dicts and
-    lists. Tied tensors of one dict are written once, under the first of their names.
+    Arguments:
+        path: the folder. On other file systems (``gs://...``) orbax writes it alone, without the guarantees below.
+        state: tensors, arrays, numbers and strings in dicts and lists. Modules, optimizers and other objects with a
+            ``state_dict`` may stand for it anywhere. Tied tensors of one dict are written once, under their first name.
+        force: replace a checkpoint at ``path``; without it, one that is there is an error.
 
-    The folder gets its name when it is whole and on the disk, and until then the old one keeps it: a full disk or a
+    The folder gets its name when it is complete and on the disk, and until then the old one keeps it: a full disk or a
     killed process loses nothing. It has checksums, which ``load`` checks.
+
+    Example:
+        >>> import tempfile, torch
+        >>> path = tempfile.mkdtemp() + "/step-1"
+        >>> save(path, {"weights": torch.ones(2, device="jax"), "step": 1})
+        >>> load(path)["step"]
+        1
     """
     tree, folder = to_tree(state), _folder(path)
     if "://" in folder or jax.process_count() > 1:
-        # Nothing is renamed there, or not by one process alone: orbax itself replaces what is there.
+        # Object stores cannot rename a folder, and one process of several cannot on its own: orbax replaces it.
         _write(folder, tree, force)
         return
     target = Path(folder)
@@ -53,15 +75,20 @@ def save(path: str | os.PathLike[str], state: Any, *, force: bool = False) -> No
         if target.exists():
             shutil.copymode(target, new)
         checksums.seal(new)
-        _check_free(target, force)  # again: this took a while
+        _check_free(target, force)  # again: another process may have written here in the meantime
         files.swap(new, target)
 
 
 def load(path: str | os.PathLike[str], into: Any = None) -> Any:
-    """Read an orbax checkpoint, fill ``into`` from it and return the rest, with arrays as tensors on "jax".
+    """Read an orbax checkpoint, fill ``into`` from it, and return the rest.
 
-    ``into`` is a thing with ``load_state_dict``, a tensor, or a dict of such things by their names in the checkpoint.
-    It is filled after everything was read and checked.
+    Arguments:
+        path: the folder.
+        into: an object with ``load_state_dict``, a tensor, or a dict of these by their names in the checkpoint. It is
+            filled after everything was read and checked.
+
+    Returns:
+        The part of the checkpoint that ``into`` did not take, as a nested dict with tensors on "jax".
     """
     tree = _read(_folder(path))
     return from_jax(tree if into is None else _fill(tree, into, "the checkpoint"))
@@ -75,7 +102,7 @@ def _check_free(folder: Path, force: bool) -> None:
         raise ValueError(
             f"isthmus.checkpoint.save: {folder} already exists; force=True replaces a checkpoint"
         )
-    if not any((folder / name).exists() for name in _MARKS):
+    if not any((folder / name).exists() for name in _MARKERS):
         raise IsthmusError(
             f"isthmus.checkpoint.save: {folder} is no checkpoint, and is not replaced\n"
             f"  to go on     name another folder, or remove this one yourself"
@@ -90,9 +117,9 @@ def _orbax() -> Any:
 
 
 def _folder(path: str | os.PathLike[str]) -> str:
-    """Return a path as orbax wants it, absolute; addresses of other file systems are."""
-    given = os.fspath(path)
-    return given if "://" in given else str(Path(given).resolve())
+    """Return a path as orbax requires it: absolute, or a URL of another file system."""
+    folder = os.fspath(path)
+    return folder if "://" in folder else str(Path(folder).resolve())
 
 
 def _write(folder: str, tree: Any, force: bool) -> None:
@@ -102,11 +129,12 @@ def _write(folder: str, tree: Any, force: bool) -> None:
 
 
 def _read(folder: str) -> Any:
-    """Return a checkpoint as it was written, if it is as it was written."""
+    """Return the tree of a checkpoint, after its checksums were verified."""
     orbax = _orbax()
     if "://" in folder:
         return _restored(orbax, folder)
     target = Path(folder)
+    # Another process may swap the folder while it is read: then reading starts again.
     return files.steadily(lambda: _verified(orbax, target), lambda: files.identity(files.whole(target)))
 
 
@@ -117,28 +145,28 @@ def _verified(orbax: Any, target: Path) -> Any:
         raise FileNotFoundError(errno.ENOENT, "isthmus.checkpoint.load: there is no checkpoint", str(target))
     checksums.verify(folder, target)
     try:
-        found = _restored(orbax, str(folder))
+        tree = _restored(orbax, str(folder))
         if files.identity(files.whole(target)) != version:
             raise IsthmusError(f"{target} was replaced after its checksums were read")
-        return found
+        return tree
     except (OSError, MemoryError):
         raise
     except Exception as error:
-        if not folder.is_dir() or not any((folder / name).exists() for name in _MARKS):
+        if not folder.is_dir() or not any((folder / name).exists() for name in _MARKERS):
             raise IsthmusError(f"isthmus.checkpoint.load: {target} is no orbax checkpoint") from error
         reason = f"orbax cannot read it: {type(error).__name__}: {first_line(str(error))}"
         raise DamagedFile(target, "the checkpoint", reason, "load another one") from error
 
 
 def _restored(orbax: Any, folder: str) -> Any:
-    """Return what orbax reads, with arrays on the host, wherever they were."""
+    """Return the tree that orbax reads, with arrays as numpy arrays, wherever they were when they were written."""
     with orbax.Checkpointer(orbax.PyTreeCheckpointHandler()) as checkpointer:
-        described = checkpointer.metadata(folder).item_metadata.tree
-        kinds = jax.tree.map(lambda leaf: _restored_as(orbax, leaf), described)
-        return checkpointer.restore(folder, args=orbax.args.PyTreeRestore(restore_args=kinds))
+        metadata = checkpointer.metadata(folder).item_metadata.tree
+        restore_args = jax.tree.map(lambda leaf: _restore_args(orbax, leaf), metadata)
+        return checkpointer.restore(folder, args=orbax.args.PyTreeRestore(restore_args=restore_args))
 
 
-def _restored_as(orbax: Any, leaf: Any) -> Any:
+def _restore_args(orbax: Any, leaf: Any) -> Any:
     # Only arrays of JAX have a sharding; numbers and strings come back as themselves.
     is_array = getattr(leaf, "sharding", None) is not None
     return orbax.RestoreArgs(restore_type=np.ndarray) if is_array else orbax.RestoreArgs()
@@ -151,16 +179,17 @@ def to_tree(state: Any, where: str = "the state") -> Any:
     if isinstance(state, Mapping):
         return _nested(state, where)
     if isinstance(state, (list, tuple)):
-        found = [to_tree(value, f"{where}.{n}") for n, value in enumerate(state)]
-        return type(state)(*found) if hasattr(state, "_fields") else found
+        items = [to_tree(value, f"{where}.{n}") for n, value in enumerate(state)]
+        return type(state)(*items) if hasattr(state, "_fields") else items
     if isinstance(state, Tensor):
-        there = state.detach()
-        return np.asarray(to_jax(there if there.device.type == "jax" else there.cpu()))
+        tensor = state.detach()
+        # Through to_jax, since numpy has no bfloat16 of its own and torch refuses to convert it.
+        return np.asarray(to_jax(tensor if tensor.device.type == "jax" else tensor.cpu()))
     if isinstance(state, np.generic):
         return np.asarray(state)
     if not jax.tree_util.all_leaves([state]):
         return jax.tree.map(lambda leaf: to_tree(leaf, where), state)
-    if not isinstance(state, _PLAIN):
+    if not isinstance(state, _LEAVES):
         raise IsthmusError(
             f"isthmus.checkpoint.save: {where} is a {type(state).__name__}; a checkpoint holds tensors, arrays, "
             f"numbers and strings, in dicts and lists"
@@ -169,23 +198,24 @@ def to_tree(state: Any, where: str = "the state") -> Any:
 
 
 def _nested(state: Mapping[Any, Any], where: str) -> dict[str, Any]:
-    """Return a dict as dicts in dicts; tied tensors are there once, those without elements not at all."""
-    kept, seen = {}, set()
+    """Return a dict as nested dicts; tied tensors are in it once, and tensors without elements not at all."""
+    values, seen = {}, set()
     for name, value in state.items():
         if isinstance(value, Tensor):
-            if not value.numel() or _place(value) in seen:
+            # orbax refuses arrays without elements.
+            if not value.numel() or _memory_of(value) in seen:
                 continue
-            seen.add(_place(value))
-        kept[name] = to_tree(value, f"{where}.{name}")
-    return nest(kept)
+            seen.add(_memory_of(value))
+        values[name] = to_tree(value, f"{where}.{name}")
+    return nest(values)
 
 
 def nest(flat: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return a dict with dotted names as dicts in dicts."""
-    found: dict[str, Any] = {}
+    """Return a dict with dotted names as nested dicts: ``{"a.b": 1}`` becomes ``{"a": {"b": 1}}``."""
+    tree: dict[str, Any] = {}
     for name, value in flat.items():
         *parts, last = str(name).split(".")
-        inner: Any = found
+        inner: Any = tree
         for part in parts:
             inner = inner.setdefault(part, {})
             if not isinstance(inner, dict):
@@ -193,16 +223,16 @@ def nest(flat: Mapping[Any, Any]) -> dict[str, Any]:
         if not isinstance(inner, dict) or last in inner:
             raise IsthmusError(f"isthmus.checkpoint: {name} is the name of two things")
         inner[last] = value
-    return found
+    return tree
 
 
-def _place(tensor: Tensor) -> Any:
-    """Return what tensors that are the same memory have in common."""
+def _memory_of(tensor: Tensor) -> Any:
+    """Return a key that is equal for tied tensors: the same elements of the same memory."""
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _fill(tree: Any, into: Any, where: str) -> dict[str, Any]:
-    """Put a tree into something and return what was not asked for."""
+    """Put a tree into an object with ``load_state_dict``, a tensor or a dict of them; return the rest of the tree."""
     if isinstance(into, Tensor):
         _copy(tree, into, where)
         return {}
@@ -240,69 +270,70 @@ def _copy(value: Any, into: Tensor, where: str) -> None:
 
 
 def _flat(tree: Mapping[str, Any], names: Any, prefix: str = "") -> dict[str, Any]:
-    """Return a nested dict with dotted names; what ``names`` has is kept whole."""
-    whole = names if prefix else {str(name) for name in names}
-    found: dict[str, Any] = {}
+    """Return a nested dict with dotted names; a dict whose own name is in ``names`` stays a value."""
+    names = names if prefix else {str(name) for name in names}
+    flat: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value and name not in whole:
-            found |= _flat(value, whole, f"{name}.")
+        if isinstance(value, Mapping) and value and name not in names:
+            flat |= _flat(value, names, f"{name}.")
         else:
-            found[name] = value
-    return found
+            flat[name] = value
+    return flat
 
 
 def _complete(flat: dict[str, Any], template: Mapping[Any, Any]) -> dict[str, Any]:
-    """Add the tensors that are not written, those without elements and the other names of tied ones."""
+    """Add the tensors that ``save`` left out: those without elements, and the other names of tied ones."""
     tied: dict[Any, list[str]] = {}
     for name, like in template.items():
         if isinstance(like, Tensor) and like.numel():
-            tied.setdefault(_place(like), []).append(str(name))
+            tied.setdefault(_memory_of(like), []).append(str(name))
         elif isinstance(like, Tensor):
             flat.setdefault(str(name), np.asarray(to_jax(like.detach().cpu())))
     for names in tied.values():
-        there = [name for name in names if name in flat]
-        for name in names if there else ():
-            if not _same(flat.setdefault(name, flat[there[0]]), flat[there[0]]):
+        saved = [name for name in names if name in flat]
+        for name in names if saved else ():
+            # A checkpoint that another program wrote may have all names, with values that differ.
+            if not _equal_bits(flat.setdefault(name, flat[saved[0]]), flat[saved[0]]):
                 raise IsthmusError(
-                    f"isthmus.checkpoint.load: {there[0]} and {name} are one tensor here and differ in the checkpoint"
+                    f"isthmus.checkpoint.load: {saved[0]} and {name} are one tensor here and differ in the checkpoint"
                 )
     return flat
 
 
-def _same(a: Any, b: Any) -> bool:
+def _equal_bits(a: Any, b: Any) -> bool:
     a, b = np.asarray(a), np.asarray(b)
     return a is b or (a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
 
 
 def _like(value: Any, template: Any) -> Any:
-    """Return a value that was read as what it was when it was written: tensors, tuples, keys that are numbers."""
+    """Return a value of a checkpoint with the types of ``template``: tensors, tuples, keys that are numbers."""
     if isinstance(value, Mapping):
         return _dict_like(value, template if isinstance(template, Mapping) else {})
     if isinstance(value, list):
         inner = template if isinstance(template, (list, tuple)) else ()
-        found = [_like(v, inner[n] if n < len(inner) else None) for n, v in enumerate(value)]
-        return tuple(found) if isinstance(template, tuple) else found
+        items = [_like(v, inner[n] if n < len(inner) else None) for n, v in enumerate(value)]
+        return tuple(items) if isinstance(template, tuple) else items
     if not isinstance(value, np.ndarray):
         return value
     if isinstance(template, (bool, int, float)):
         return value.item()
-    # What has no place yet and one element is an optimizer's count of steps, which torch keeps on the CPU.
+    # A scalar without a template is an optimizer's step count before its first step, which torch keeps on the CPU.
     device = template.device if isinstance(template, Tensor) else ("jax" if value.ndim else "cpu")
     return from_jax(value).to(device)
 
 
 def _dict_like(value: Mapping[str, Any], template: Mapping[Any, Any]) -> Any:
+    """Return a dict of a checkpoint with the keys and the class of ``template``."""
     keys = {str(key): key for key in template}
-    found = {keys.get(k, k): _like(v, template.get(keys.get(k, k))) for k, v in value.items()}
-    if {
-        "state",
-        "param_groups",
-    } <= found.keys():  # of an optimizer that has not made a step: nobody knows its keys
-        found["state"] = {int(k) if str(k).isdigit() else k: v for k, v in found["state"].items()}
+    items = {keys.get(k, k): _like(v, template.get(keys.get(k, k))) for k, v in value.items()}
+    # The state of a torch optimizer has integer keys, and one that has made no step has none to compare with.
+    if {"state", "param_groups"} <= items.keys():
+        items["state"] = {int(k) if str(k).isdigit() else k: v for k, v in items["state"].items()}
     if type(template) in (dict, OrderedDict) or not template:
-        return found
-    made = copy.copy(template)
-    made.clear()  # type: ignore[attr-defined]
-    made.update(found)  # type: ignore[attr-defined]
-    return made
+        return items
+    # A subclass of dict may have attributes beside its items, so a copy of it is filled.
+    out: Any = copy.copy(template)
+    out.clear()
+    out.update(items)
+    return out

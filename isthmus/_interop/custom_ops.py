@@ -1,4 +1,14 @@
-"""JAX functions as implementations of torch ops: kernels, shapes and gradients for ``torch.library``."""
+"""``isthmus.custom_op``: a torch op whose kernel, shapes and gradient all come from one JAX function.
+
+``torch.library.custom_op`` gets, from the function ``f`` that the user wrote with JAX::
+
+    kernel on CPU and CUDA   jax_function(f)
+    lowering on "jax"        f traced for the arguments' types, inlined into the program around it
+    fake (shapes)            the types of the traced function's results
+    backward                 TracedCall.gradient, which goes through jax.vjp
+
+Unlike a call of ``jax_function``, which every graph shows as ``isthmus::jax``, the op keeps its own name in graphs.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +23,7 @@ from torch._ops import OpOverload
 
 from isthmus._graph.schema import schema_of
 from isthmus._interop.arrays import to_jax
-from isthmus._interop.functions import Calls, jax_function
+from isthmus._interop.functions import TracedCalls, jax_function
 from isthmus._ops.registry import user_lowering
 from isthmus.errors import SchemaError
 
@@ -21,13 +31,25 @@ Function = Callable[..., Any]
 
 
 def custom_op(name: str, function: Function | None = None, *, schema: str | None = None) -> Any:
-    """Define the torch op ``name``, such as ``"library::op"``, by a JAX function; usable as a decorator.
+    """Define a torch op by a JAX function.
 
-    The schema is read from the function's annotations, in torch's types as for ``torch.library.custom_op``, or given.
-    Shapes are those of ``jax.eval_shape``, the gradient that of ``jax.vjp``.
+    Arguments:
+        name: the op's qualified name, such as ``"library::op"``.
+        function: a function of arrays. Left out, ``custom_op`` is a decorator.
+        schema: torch's schema, such as ``"(Tensor x, float scale) -> Tensor"``. Left out, it is read from the
+            function's annotations, in torch's types as for ``torch.library.custom_op``.
+
+    Returns:
+        The op, as ``torch.library.custom_op`` returns it; ``torch.ops.library.op`` is the same op.
+
+    Example:
+        >>> import jax.numpy as jnp, torch
+        >>> square = custom_op("docs::square", lambda x: jnp.square(x), schema="(Tensor x) -> Tensor")
+        >>> square(torch.tensor([3.0], device="jax")).item()
+        9.0
     """
     if function is None:
-        return lambda found: custom_op(name, found, schema=schema)
+        return lambda decorated: custom_op(name, decorated, schema=schema)
     schema = schema or torch.library.infer_schema(function, mutates_args=())
     if "*" in schema.split("->")[0]:
         raise SchemaError(
@@ -35,54 +57,60 @@ def custom_op(name: str, function: Function | None = None, *, schema: str | None
         )
     op = torch.library.custom_op(name, jax_function(function), mutates_args=(), schema=schema)
     namespace, short = name.split("::")
-    definition = Definition(function, getattr(getattr(torch.ops, namespace), short).default)
-    op.register_fake(definition.shapes)
-    op.register_autograd(definition.backward, setup_context=definition.keep)
+    definition = OpDefinition(function, getattr(getattr(torch.ops, namespace), short).default)
+    definition.register_lowering()
+    op.register_fake(definition.fake)
+    op.register_autograd(definition.backward, setup_context=definition.setup_context)
     return op
 
 
-class Definition:
-    """What an op is besides its kernel on the CPU."""
+class OpDefinition:
+    """The functions that torch and the device register for one op."""
 
     def __init__(self, function: Function, op: OpOverload) -> None:
-        self.calls, self.op = Calls(function), op
-        names = [argument.name for argument in schema_of(op).arguments]
+        self.calls, self.op = TracedCalls(function), op
+
+    def register_lowering(self) -> None:
+        """Register the function as the op's lowering; arguments that are no tensors are part of a program's key."""
+        arguments = schema_of(self.op).arguments
+        names = [argument.name for argument in arguments]
+
+        def lowered(**values: Any) -> Any:
+            traced_call, tensors = self.calls.bind(tuple([values[name] for name in names]), {})
+            traced = traced_call.traced(tensors)
+            return jax.tree.unflatten(traced.out_tree, traced.run(*to_jax(tensors)))
+
+        # Lowerings are checked against their op's schema by their parameters' names.
         parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
-
-        def lowered(**arguments: Any) -> Any:
-            return self._lowered([arguments[name] for name in names])
-
         lowered.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        tensors = {a.name for a in schema_of(op).arguments if a.kind in ("tensor", "tensors")}
-        user_lowering(op, static=set(names) - tensors)(lowered)
+        tensors = {argument.name for argument in arguments if argument.kind in ("tensor", "tensors")}
+        user_lowering(self.op, static=set(names) - tensors)(lowered)
 
-    def _lowered(self, args: list[Any]) -> Any:
-        border, tensors = self.calls.of(tuple(args), {})
-        body = border.body(tensors)
-        return jax.tree.unflatten(body.spec, body.run(*to_jax(tensors)))
-
-    def shapes(self, *args: Any) -> Any:
+    def fake(self, *args: Any) -> Any:
         """Return empty tensors of the shapes and dtypes that the function returns."""
-        border, tensors = self.calls.of(args, {})
-        body = border.body(tensors)
-        found = [tensors[0].new_empty(shape, dtype=dtype) for shape, dtype in body.results]
-        return jax.tree.unflatten(body.spec, found)
+        traced_call, tensors = self.calls.bind(args, {})
+        traced = traced_call.traced(tensors)
+        results = [tensors[0].new_empty(size, dtype=dtype) for size, dtype in traced.results]
+        return jax.tree.unflatten(traced.out_tree, results)
 
-    def keep(self, ctx: Any, inputs: Any, output: Any) -> None:
-        """Keep the arguments for the gradient."""
-        ctx.border, tensors = self.calls.of(inputs, {})
+    def setup_context(self, ctx: Any, inputs: Any, output: Any) -> None:
+        """Save the operands for backward, and where in the arguments they are."""
+        ctx.traced_call, tensors = self.calls.bind(inputs, {})
         ctx.save_for_backward(*tensors)
-        ctx.structure = jax.tree.map(lambda value: isinstance(value, Tensor), inputs)
-        ctx.varies = [t.is_floating_point() or t.is_complex() for t in jax.tree.leaves(output)]
+        ctx.is_tensor = jax.tree.map(lambda value: isinstance(value, Tensor), inputs)
+        ctx.is_differentiable = [t.is_floating_point() or t.is_complex() for t in jax.tree.leaves(output)]
 
-    def backward(self, ctx: Any, *given: Any) -> Any:
+    def backward(self, ctx: Any, *gradients: Any) -> Any:
         """Return the gradient of each argument."""
         tensors = ctx.saved_tensors
         wanted = tuple([n for n, tensor in enumerate(tensors) if tensor.requires_grad])
-        varying = [g for g, v in zip(jax.tree.leaves(list(given)), ctx.varies, strict=True) if v]
-        pulled = dict(
-            zip(wanted, ctx.border.gradient(wanted, len(tensors))([*tensors, *varying]), strict=True)
+        leaves = jax.tree.leaves(list(gradients))
+        cotangents = [g for g, has in zip(leaves, ctx.is_differentiable, strict=True) if has]
+        pulled = ctx.traced_call.gradient(wanted, len(tensors))([*tensors, *cotangents])
+        by_operand = dict(zip(wanted, pulled, strict=True))
+        position = iter(range(len(tensors)))
+        by_argument = jax.tree.map(
+            lambda is_tensor: by_operand.get(next(position)) if is_tensor else None, ctx.is_tensor
         )
-        at = iter(range(len(tensors)))
-        found = jax.tree.map(lambda is_tensor: pulled.get(next(at)) if is_tensor else None, ctx.structure)
-        return found[: len(ctx.needs_input_grad)]  # arguments left at their defaults have no place
+        # Arguments left at their defaults are among the inputs here, and torch expects no gradients for them.
+        return by_argument[: len(ctx.needs_input_grad)]

@@ -1,4 +1,7 @@
-"""Equinox modules, with the state beside those that have one."""
+"""The adapter for Equinox modules, with the ``equinox.nn.State`` beside those that have one.
+
+Only ``modules.py`` imports this file, and only for a module whose library is imported already.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,15 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from isthmus._interop.module_adapter import Leaf, Source, Tree, is_inexact, name_of
+from isthmus._interop.module_adapter import Array, ArrayTree, ModuleAdapter, NamedArray, is_inexact, name_of
 from isthmus.errors import IsthmusError
 
 
-class Equinox(Source):
-    """An ``equinox.Module``: its inexact arrays are parameters, as Equinox has it, and its state changes."""
+class EquinoxAdapter(ModuleAdapter):
+    """An ``equinox.Module``: inexact arrays are parameters, as for Equinox; other arrays and the state are buffers.
+
+    Arrays are in one list, the module's before the state's.
+    """
 
     def __init__(self, module: Any, state: Any, method: Callable[..., Any] | None) -> None:
         if state is not None and not isinstance(state, eqx.nn.State):
@@ -23,13 +29,13 @@ class Equinox(Source):
                 "equinox.nn.make_with_state(...)(...) returns, or nothing"
             )
         self.method = method or type(module).__call__
-        self.module, self.state = Tree(module), Tree(state)
+        self.module, self.state = ArrayTree(module), ArrayTree(state)
         names = [name_of(path) for path in self.module.paths]
-        self.leaves = [
-            *[Leaf(n, a, is_inexact(a)) for n, a in zip(names, self.module.arrays, strict=True)],
-            *[Leaf(n, a, False) for n, a in zip(_names(module, self.state), self.state.arrays, strict=True)],
+        state_names = _state_names(module, self.state)
+        self.named_arrays = [
+            *[NamedArray(n, a, is_inexact(a)) for n, a in zip(names, self.module.arrays, strict=True)],
+            *[NamedArray(n, a, False) for n, a in zip(state_names, self.state.arrays, strict=True)],
         ]
-        # A method that must be given a key is given None where none is drawn.
         self.key = inspect.signature(self.method).parameters.get("key")
         self.draws = self.key is not None
 
@@ -37,37 +43,47 @@ class Equinox(Source):
         return bool(self.state.arrays)
 
     def call(
-        self, arrays: Sequence[Any], key: Any, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, list[Any]]:
+        self,
+        arrays: Sequence[Array],
+        key: Array | None,
+        training: bool,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[Any, list[Array]]:
         count = len(self.module.arrays)
-        module = eqx.nn.inference_mode(self.module.holding(arrays[:count]), value=not training)
+        module = eqx.nn.inference_mode(self.module.with_arrays(arrays[:count]), value=not training)
+        # A method without a default for its key must be passed one: None where nothing is drawn.
         if self.key is not None and (key is not None or self.key.default is inspect.Parameter.empty):
             kwargs = {"key": key, **kwargs}
         if not self.state.arrays:
             return self.method(module, *args, **kwargs), list(arrays)
-        found = self.method(module, *args, state=self.state.holding(arrays[count:]), **kwargs)
-        if not (isinstance(found, tuple) and found and isinstance(found[-1], eqx.nn.State)):
+        out = self.method(module, *args, state=self.state.with_arrays(arrays[count:]), **kwargs)
+        if not (isinstance(out, tuple) and out and isinstance(out[-1], eqx.nn.State)):
             raise IsthmusError(
                 "isthmus.jax_module: a module with state returns the new state last, in a tuple"
             )
-        after = [*arrays[:count], *self.state.arrays_of(found[-1])]
-        return found[0] if len(found) == 2 else found[:-1], after
+        after = [*arrays[:count], *self.state.arrays_of(out[-1])]
+        return out[0] if len(out) == 2 else out[:-1], after
 
-    def rebuild(self, arrays: Sequence[Any]) -> Any:
+    def rebuild(self, arrays: Sequence[Array]) -> Any:
         count = len(self.module.arrays)
-        module = self.module.holding(arrays[:count])
-        return (module, self.state.holding(arrays[count:])) if self.state.arrays else module
+        module = self.module.with_arrays(arrays[:count])
+        return (module, self.state.with_arrays(arrays[count:])) if self.state.arrays else module
 
 
-def _names(module: Any, state: Tree) -> list[str]:
-    """Return the names of a state's arrays: where in the module the index of each is."""
+def _state_names(module: Any, state: ArrayTree) -> list[str]:
+    """Return names of a state's arrays: the path in the module of the ``StateIndex`` that each belongs to.
+
+    A state is a mapping from indices to arrays with no public way to list it. So a state of numbers in place of arrays
+    is looked up with each index of the module, and the numbers say which array that index has.
+    """
     if not state.arrays:
         return []
-    numbered = state.holding(range(len(state.arrays)))
+    numbered = state.with_arrays(range(len(state.arrays)))
     is_index = lambda value: isinstance(value, eqx.nn.StateIndex)  # noqa: E731
     names = [f"state.{n}" for n in range(len(state.arrays))]
     for path, index in jax.tree_util.tree_flatten_with_path(module, is_leaf=is_index)[0]:
         if is_index(index):
-            for within, n in jax.tree_util.tree_flatten_with_path(numbered.get(index))[0]:
-                names[n] = name_of((*path, *within))
+            for inner_path, n in jax.tree_util.tree_flatten_with_path(numbered.get(index))[0]:
+                names[n] = name_of((*path, *inner_path))
     return names

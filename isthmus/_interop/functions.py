@@ -1,77 +1,122 @@
-"""JAX functions called with torch tensors: one op each, differentiated by torch's autograd through ``jax.vjp``."""
+"""``isthmus.jax_function``: JAX functions called with torch tensors, and differentiated by torch's autograd.
+
+One call goes through three objects:
+
+1. ``TracedCalls`` (one for each ``jax_function``) separates the arguments. Tensors, arrays and random keys become
+   operands; every other leaf of the argument tree is static, compiled in, and part of the cache key.
+2. ``TracedCall`` (one for each argument structure and set of static arguments) is a function of the operands alone. It
+   traces that function for the operands' types and runs it as the op ``isthmus::jax`` (``traced_functions.py``).
+3. If an operand requires a gradient, ``ForwardWithResiduals`` is traced instead: the function through ``jax.vjp``,
+   returning its results and the residuals of its backward. ``_JaxCall``, an ``autograd.Function``, saves the residuals
+   and runs backward, a second traced function, on them.
+
+For ``f(x, y, causal=True)`` with tensors ``x`` and ``y``::
+
+    TracedCalls.bind  ->  TracedCall(lambda x, y: f(x, y, causal=True)), [x, y]
+    forward           ->  isthmus::jax([x, y], 7)          = [out, residual]
+    backward          ->  isthmus::jax([residual, grad], 8) = [grad_x, grad_y]
+
+Gradients of gradients and forward mode are ``TracedCall``s too: of the function ``gradient(operands, cotangents)``, and
+of ``tangent(operands, tangents)``. They start from the operands, since residuals cannot be differentiated again.
+
+torch's gradient of a complex value is the conjugate of JAX's, so cotangents are conjugated on their way in and out.
+Used by ``custom_ops.py``, ``modules.py``, ``remat.py`` and ``isthmus/optax.py``.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 import torch
+from jax.extend.core import ClosedJaxpr, Literal
+from jax.tree_util import PyTreeDef
 from torch import Tensor
 
+from isthmus._caches import LruCache
 from isthmus._device.core.derivatives import conjugated
 from isthmus._device.torch_glue.private import hide_from_dynamo, in_forward_mode
 from isthmus._dynamo.private import nonstrict_trace
+from isthmus._graph.nodes import Type
 from isthmus._interop import traced_functions
 from isthmus._interop.arrays import from_jax, to_jax
-from isthmus._interop.traced_functions import Body, Kind, kinds_of
-from isthmus._interop.x64_primitive import partial_at
+from isthmus._interop.traced_functions import TracedFunction, result_types, types_of
+from isthmus._interop.x64_primitive import with_fixed
 from isthmus._runtime.compiler import chosen_x64
 from isthmus._runtime.dtypes import to_jax_dtype
 from isthmus._runtime.private import trace_state_clean
 
+Array = jax.Array
 Function = Callable[..., Any]
+# A static argument that differs in every call (a step count) would otherwise fill memory with traces.
 _LIMIT = 1024
 
 
 def jax_function(function: Function) -> Function:
-    """Return a JAX function that takes and returns torch tensors, in pytrees if need be.
+    """Return a JAX function that takes and returns torch tensors.
 
-    Arrays may be passed as well; other arguments are compiled in. Gradients go through ``jax.vjp``, so
-    ``jax.custom_vjp`` and Pallas kernels with one are respected; gradients of gradients work too.
+    Arguments:
+        function: a function of arrays that JAX can trace. Arguments and result may be pytrees. It is traced once for
+            each structure, set of shapes and dtypes, and set of values of arguments that are not arrays; those must
+            be hashable.
+
+    Returns:
+        The same function on tensors. ``jax.Array``s, numpy arrays and random keys may be passed beside them; without
+        any, results are on "jax". Gradients go through ``jax.vjp``, so ``jax.custom_vjp``, and Pallas kernels with
+        one, are respected; gradients of gradients and ``torch.func`` transforms work too.
+
+    Example:
+        >>> import jax.numpy as jnp, torch
+        >>> softplus = jax_function(lambda x, beta=1.0: jnp.logaddexp(beta * x, 0) / beta)
+        >>> x = torch.zeros(2, device="jax", requires_grad=True)
+        >>> softplus(x, beta=2.0).sum().backward()
+        >>> x.grad.tolist()
+        [0.5, 0.5]
     """
-    calls = Calls(function)
+    calls = TracedCalls(function)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        border, tensors = calls.of(args, kwargs)
-        return border(tensors)
+        traced_call, operands = calls.bind(args, kwargs)
+        return traced_call(operands)
 
-    hide_from_dynamo(call)  # where it breaks its graph, it would look inside
+    hide_from_dynamo(call)  # after a graph break Dynamo would trace the code in here
     return functools.wraps(function)(nonstrict_trace(call))
 
 
-class Calls:
-    """The calls of one function: for each structure and set of fixed arguments, a function of the arrays alone."""
+class TracedCalls:
+    """The calls of one JAX function: a ``TracedCall`` for each argument structure and set of static arguments."""
 
     def __init__(self, function: Function) -> None:
         self.function = function
-        self.borders: dict[Any, Border] = {}
+        self._calls: LruCache[Any, TracedCall] = LruCache("calls of JAX functions", _LIMIT)
 
-    def of(self, args: Any, kwargs: Any) -> tuple[Border, list[Tensor]]:
-        """Return the function of the arrays alone, and the arrays, as tensors."""
-        leaves, spec = jax.tree.flatten((args, kwargs))
-        places = tuple([None if isinstance(leaf, Tensor) else _place(leaf) for leaf in leaves])
-        border = self.borders.get((spec, places))
-        if border is None:
-            if len(self.borders) >= _LIMIT:
-                self.borders.clear()
-            border = self.borders[(spec, places)] = Border(_opened(self.function, spec, places))
-        return border, [
-            leaf if isinstance(leaf, Tensor) else _tensor(leaf)
-            for leaf, place in zip(leaves, places, strict=True)
-            if type(place) is not Fixed
+    def bind(self, args: Any, kwargs: Any) -> tuple[TracedCall, list[Tensor]]:
+        """Return the function of the operands alone, and the operands as tensors."""
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        markers = tuple([None if isinstance(leaf, Tensor) else _marker(leaf) for leaf in leaves])
+        traced_call = self._calls.get((tree, markers))
+        if traced_call is None:
+            traced_call = TracedCall(_function_of_operands(self.function, tree, markers))
+            self._calls[(tree, markers)] = traced_call
+        return traced_call, [
+            leaf if isinstance(leaf, Tensor) else _operand(leaf)
+            for leaf, marker in zip(leaves, markers, strict=True)
+            if type(marker) is not StaticArg
         ]
 
 
-class Fixed:
-    """An argument that is compiled in, told apart by type and value."""
+class StaticArg:
+    """An argument that is compiled in; equal to another of the same type and value."""
 
     __slots__ = ("key", "value")
 
     def __init__(self, value: Any) -> None:
         self.value = value
+        # By repr, since 0.0 == -0.0, and nan != nan would miss the cache at every call.
         self.key = (type(value), repr(value) if isinstance(value, (float, complex, np.generic)) else value)
         try:
             hash(self.key)
@@ -85,203 +130,270 @@ class Fixed:
         return hash(self.key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Fixed) and self.key == other.key
+        return isinstance(other, StaticArg) and self.key == other.key
 
 
-def _place(leaf: Any) -> Any:
-    """Return how an argument reaches the function: as an array (None), as a key of some kind, or fixed."""
+def _marker(leaf: Any) -> Any:
+    """Return how an argument reaches the function: None for an array, the generator of a random key, or StaticArg."""
     if isinstance(leaf, (Tensor, np.ndarray)):
         return None
     if isinstance(leaf, jax.Array):
         return jax.random.key_impl(leaf) if _is_key(leaf) else None
-    return Fixed(int(leaf) if isinstance(leaf, torch.SymInt) else leaf)
+    return StaticArg(int(leaf) if isinstance(leaf, torch.SymInt) else leaf)
 
 
-def _is_key(array: Any) -> bool:
+def _is_key(array: Array) -> bool:
     return bool(jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key))
 
 
-def _tensor(leaf: Any) -> Tensor:
+def _operand(leaf: Any) -> Tensor:
+    # torch has no dtype for keys: their words travel, and _function_of_operands makes them a key again.
     return from_jax(jax.random.key_data(leaf) if isinstance(leaf, jax.Array) and _is_key(leaf) else leaf)
 
 
-def _opened(function: Function, spec: Any, places: Sequence[Any]) -> Function:
-    """Return the function of the arrays alone."""
+def _function_of_operands(function: Function, tree: PyTreeDef, markers: Sequence[Any]) -> Function:
+    """Return ``function`` with its static arguments bound, as a function of a flat list of arrays."""
 
-    def opened(*arrays: Any) -> Any:
-        left = iter(arrays)
-        leaves = [place.value if type(place) is Fixed else _array(next(left), place) for place in places]
-        args, kwargs = jax.tree.unflatten(spec, leaves)
+    def run(*operands: Array) -> Any:
+        rest = iter(operands)
+        leaves = [m.value if type(m) is StaticArg else _unwrapped(next(rest), m) for m in markers]
+        args, kwargs = jax.tree.unflatten(tree, leaves)
+        # A function may return Python numbers; torch gets tensors without dimensions.
         return jax.tree.map(jax.numpy.asarray, function(*args, **kwargs))
 
-    return opened
+    return run
 
 
-def _array(array: Any, impl: Any) -> Any:
-    return array if impl is None else jax.random.wrap_key_data(array, impl=impl)
+def _unwrapped(array: Array, key_impl: Any) -> Array:
+    return array if key_impl is None else jax.random.wrap_key_data(array, impl=key_impl)
 
 
-class Border:
-    """A function of arrays that torch calls: its bodies, and those of its gradient."""
+class TracedCall:
+    """A function of arrays that torch calls on tensors, with its traces and those of its derivatives."""
 
     def __init__(self, function: Function) -> None:
         self.function = function
-        self.bodies: dict[Any, Body] = {}
-        self.savings: dict[Any, Saving] = {}
-        self.gradients: dict[tuple[int, ...], Border] = {}
-        self.tangents: dict[tuple[int, ...], Border] = {}
+        # Their keys have shapes in them; those of the other two only say which operands have a derivative.
+        self._traced: LruCache[Any, TracedFunction] = LruCache("traced JAX functions", _LIMIT)
+        self._forwards: LruCache[Any, ForwardWithResiduals] = LruCache(
+            "traced JAX functions with residuals", _LIMIT
+        )
+        self._gradients: dict[tuple[int, ...], TracedCall] = {}
+        self._tangents: dict[tuple[int, ...], TracedCall] = {}
 
     def __call__(self, tensors: list[Tensor]) -> Any:
-        """Return what the function returns, with tensors for arrays."""
-        forward = in_forward_mode()
-        if forward or (torch.is_grad_enabled() and any([t.requires_grad for t in tensors])):
-            saving = self.saving(tuple([n for n, t in enumerate(tensors) if _moves(t, forward)]), tensors)
-            return jax.tree.unflatten(saving.spec, _Call.apply(self, saving, *tensors)[: saving.count])
-        if not trace_state_clean():  # JAX itself differentiates what it traces
+        """Return the function's result, with tensors for arrays."""
+        forward_mode = in_forward_mode()
+        if forward_mode or (torch.is_grad_enabled() and any([t.requires_grad for t in tensors])):
+            wanted = tuple([n for n, t in enumerate(tensors) if _may_have_derivative(t, forward_mode)])
+            forward = self.forward_with_residuals(wanted, tensors)
+            outputs = _JaxCall.apply(self, forward, *tensors)
+            return jax.tree.unflatten(forward.result_tree, outputs[: len(forward.results)])
+        if not trace_state_clean():
+            # Inside a JAX trace the tensors hold tracers: called directly, JAX itself differentiates the function.
             return from_jax(self.function(*[to_jax(t) for t in tensors]))
-        if not tensors:  # torch knows by a tensor where an op runs
+        if not tensors:
+            # torch chooses an op's kernel by its tensors' device; the function ignores operands it has no place for.
             tensors = [torch.zeros((), device="jax")]
-        body = self.body(tensors)
-        found = traced_functions.call(body, tensors)
-        return found[0] if body.is_single else jax.tree.unflatten(body.spec, found)
+        traced = self.traced(tensors)
+        results = traced_functions.call(traced, tensors)
+        return results[0] if traced.is_single else jax.tree.unflatten(traced.out_tree, results)
 
-    def body(self, tensors: Sequence[Tensor]) -> Body:
-        """Return the body for tensors like these."""
-        key = (kinds_of(tensors), chosen_x64())
-        body = self.bodies.get(key)
-        if body is None:
-            body = Body(self.function, key[0])
-            if body.is_lasting:
-                self.bodies[key] = body
-        return body
+    def traced(self, tensors: Sequence[Tensor]) -> TracedFunction:
+        """Return the function traced for tensors of these types."""
+        key = (types_of(tensors), chosen_x64())
+        traced = self._traced.get(key)
+        if traced is None:
+            traced = traced_functions.trace(self.function, key[0])
+            if traced.is_cacheable:
+                self._traced[key] = traced
+        return traced
 
-    def saving(self, wanted: tuple[int, ...], tensors: Sequence[Tensor]) -> Saving:
-        """Return the body that keeps what the gradient needs, for tensors like these."""
-        key = (wanted, kinds_of(tensors), chosen_x64())
-        saving = self.savings.get(key)
-        if saving is None:
-            saving = Saving(self.function, *key[:2])
-            if saving.body.is_lasting:
-                self.savings[key] = saving
-        return saving
+    def forward_with_residuals(
+        self, wanted: tuple[int, ...], tensors: Sequence[Tensor]
+    ) -> ForwardWithResiduals:
+        """Return the forward for tensors of these types; backward gives gradients of those at ``wanted``."""
+        key = (wanted, types_of(tensors), chosen_x64())
+        forward = self._forwards.get(key)
+        if forward is None:
+            forward = trace_with_residuals(self.function, wanted, key[1])
+            if forward.function.is_cacheable:
+                self._forwards[key] = forward
+        return forward
 
-    def gradient(self, wanted: tuple[int, ...], count: int) -> Border:
-        """Return the gradient as a function of the arrays and of the gradients of the results that have one."""
-        if wanted not in self.gradients:
+    def gradient(self, wanted: tuple[int, ...], count: int) -> TracedCall:
+        """Return the gradient of the operands at ``wanted``, differentiable itself.
 
-            def gradient(*values: Any) -> list[Any]:
-                arrays, given = values[:count], iter(values[count:])
-                results, pull = _pulled(self.function, wanted, arrays)
-                leaves, spec = jax.tree.flatten(results)
-                pulled = pull(jax.tree.unflatten(spec, [_cotangent(leaf, given) for leaf in leaves]))
-                return [conjugated(array) for array in pulled]
+        It is a function of all ``count`` operands and of the cotangents of the results that can have one.
+        """
+        if wanted not in self._gradients:
 
-            self.gradients[wanted] = Border(gradient)
-        return self.gradients[wanted]
+            def gradient(*values: Array) -> list[Array]:
+                operands, cotangents = values[:count], iter(values[count:])
+                results, pull = _vjp(self.function, wanted, operands)
+                leaves, tree = jax.tree.flatten(results)
+                seeds = jax.tree.unflatten(tree, [_cotangent(leaf, cotangents) for leaf in leaves])
+                return [conjugated(array) for array in pull(seeds)]
 
-    def tangent(self, at: tuple[int, ...], count: int) -> Border:
-        """Return the derivative as a function of the arrays and of tangents of those at some places."""
-        if at not in self.tangents:
+            self._gradients[wanted] = TracedCall(gradient)
+        return self._gradients[wanted]
 
-            def tangent(*values: Any) -> list[Any]:
-                arrays = values[:count]
-                primals, given = [arrays[n] for n in at], list(values[count:])
-                _, moved = jax.jvp(partial_at(self.function, at, arrays), primals, given)
+    def tangent(self, positions: tuple[int, ...], count: int) -> TracedCall:
+        """Return the derivative as a function of all ``count`` operands and tangents of those at ``positions``."""
+        if positions not in self._tangents:
+
+            def tangent(*values: Array) -> list[Array]:
+                operands, tangents = values[:count], list(values[count:])
+                primals = [operands[n] for n in positions]
+                _, moved = jax.jvp(with_fixed(self.function, positions, operands), primals, tangents)
                 return [leaf for leaf in jax.tree.leaves(moved) if leaf.dtype != jax.dtypes.float0]
 
-            self.tangents[at] = Border(tangent)
-        return self.tangents[at]
+            self._tangents[positions] = TracedCall(tangent)
+        return self._tangents[positions]
 
 
-def _pulled(function: Function, wanted: tuple[int, ...], arrays: Sequence[Any]) -> Any:
-    """Return the results, and the function that pulls gradients of them back to the arrays that want one."""
-    return jax.vjp(partial_at(function, wanted, arrays), *[arrays[n] for n in wanted])
+def _may_have_derivative(tensor: Tensor, forward_mode: bool) -> bool:
+    # In forward mode only torch's level knows which tensors have tangents; _JaxCall.jvp is told.
+    return tensor.is_floating_point() or tensor.is_complex() if forward_mode else tensor.requires_grad
 
 
-def _cotangent(leaf: Any, given: Any) -> Any:
-    return conjugated(next(given)) if _varies(leaf.dtype) else np.zeros(leaf.shape, jax.dtypes.float0)
-
-
-def _moves(tensor: Tensor, forward: bool) -> bool:
-    """Return whether a tensor may have a derivative; in forward mode only its level knows."""
-    return tensor.is_floating_point() or tensor.is_complex() if forward else tensor.requires_grad
-
-
-def _varies(dtype: Any) -> bool:
+def _is_differentiable(dtype: Any) -> bool:
     return bool(jax.numpy.issubdtype(dtype, jax.numpy.inexact))
 
 
-class Saving:
-    """A body that also returns what its gradient needs, except where that is an argument or a result already."""
-
-    def __init__(self, function: Function, wanted: tuple[int, ...], kinds: Sequence[Kind]) -> None:
-        def saving(*arrays: Any) -> list[Any]:
-            results, pull = _pulled(function, wanted, arrays)
-            leaves, self.spec = jax.tree.flatten(results)
-            kept, self.pull = jax.tree.flatten(pull)
-            self.count = len(leaves)
-            return [*leaves, *kept]
-
-        self.wanted = wanted
-        self.body = body = Body(saving, kinds)
-        self.results, self.kept = body.results[: self.count], body.results[self.count :]
-        self.varies = [_varies(to_jax_dtype(dtype)) for _, dtype in self.results]
-        self.sources = body.leave_out_repeats(self.count)
-        self._back: Body | None = None
-
-    def back(self) -> Body:
-        """Return the body that takes what was kept and the gradients of results, and returns those of arguments."""
-        if self._back is None:
-            given = [kind for kind, varies in zip(self.results, self.varies, strict=True) if varies]
-
-            def back(*values: Any) -> list[Any]:
-                pull = jax.tree.unflatten(self.pull, values[: len(self.kept)])
-                left = iter(values[len(self.kept) :])
-                results = [jax.ShapeDtypeStruct(shape, to_jax_dtype(dtype)) for shape, dtype in self.results]
-                pulled = pull(jax.tree.unflatten(self.spec, [_cotangent(x, left) for x in results]))
-                return [conjugated(array) for array in pulled]
-
-            self._back = Body(back, [*self.kept, *given])
-        return self._back
+def _vjp(function: Function, wanted: Sequence[int], operands: Sequence[Array]) -> tuple[Any, Function]:
+    """Return the results, and the function from their cotangents to those of the operands at ``wanted``."""
+    return jax.vjp(with_fixed(function, wanted, operands), *[operands[n] for n in wanted])  # type: ignore[no-any-return]
 
 
-class _Call(torch.autograd.Function):
-    """One call: tensors in, the results out, and with them what their gradient needs."""
+def _cotangent(result: Any, cotangents: Iterator[Array]) -> Any:
+    """Return JAX's cotangent of a result: the next of torch's, or nothing (float0) for integers."""
+    if _is_differentiable(result.dtype):
+        return conjugated(next(cotangents))
+    return np.zeros(result.shape, jax.dtypes.float0)
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardWithResiduals:
+    """A function traced to return the residuals that its backward needs beside its results.
+
+    Residuals are often operands (``x`` and ``y`` of ``x * y``) or results (``tanh(x)`` of tanh): those are not returned
+    a second time. ``sources[i]`` says where residual ``i`` is, in the list of the operands followed by the outputs of
+    ``function``. For ``lambda x, y: x * y`` the function returns one array, and ``sources`` is ``[1, 0]``.
+    """
+
+    function: TracedFunction
+    wanted: tuple[int, ...]
+    """The operands that backward gives gradients of."""
+    results: list[Type]
+    residuals: list[Type]
+    sources: list[int]
+    result_tree: PyTreeDef
+    pull_tree: PyTreeDef
+    """The structure of JAX's pullback, a pytree whose leaves are the residuals."""
+
+    @functools.cached_property
+    def is_differentiable(self) -> list[bool]:
+        """For each result, whether it can have a gradient."""
+        return [dtype.is_floating_point or dtype.is_complex for _, dtype in self.results]
+
+    @functools.cached_property
+    def backward(self) -> TracedFunction:
+        """The traced function from residuals, then cotangents of the results that can have one, to gradients."""
+        results = [jax.ShapeDtypeStruct(size, to_jax_dtype(dtype)) for size, dtype in self.results]
+        cotangents = [result for result, has in zip(self.results, self.is_differentiable, strict=True) if has]
+
+        def backward(*values: Array) -> list[Array]:
+            pull = jax.tree.unflatten(self.pull_tree, values[: len(self.residuals)])
+            rest = iter(values[len(self.residuals) :])
+            seeds = jax.tree.unflatten(self.result_tree, [_cotangent(result, rest) for result in results])
+            return [conjugated(array) for array in pull(seeds)]
+
+        return traced_functions.trace(backward, [*self.residuals, *cotangents])
+
+
+def trace_with_residuals(
+    function: Function, wanted: tuple[int, ...], types: Sequence[Type]
+) -> ForwardWithResiduals:
+    """Trace a function for operands of these types, to be differentiated in those at ``wanted``."""
+    # jax.vjp returns its pullback as a pytree: returned from the trace, its leaves are the residuals, and its structure
+    # is in the structure of the result.
+    jaxpr, tree = traced_functions.trace_to_jaxpr(lambda *operands: _vjp(function, wanted, operands), types)
+    result_tree, pull_tree = tree.children()
+    count = result_tree.num_leaves
+    outputs, sources = _without_repeats(jaxpr, count)
+    every = result_types(jaxpr)
+    return ForwardWithResiduals(
+        function=TracedFunction(jaxpr, tree, outputs),
+        wanted=wanted,
+        results=every[:count],
+        residuals=every[count:],
+        sources=sources,
+        result_tree=result_tree,
+        pull_tree=pull_tree,
+    )
+
+
+def _without_repeats(jaxpr: ClosedJaxpr, count: int) -> tuple[list[int], list[int]]:
+    """Return which outputs of a jaxpr are needed if each residual is returned once, and where each residual is.
+
+    Residuals are the outputs after the first ``count``. Places count the arguments first, then the needed outputs.
+    """
+    variables: list[Any] = [*jaxpr.jaxpr.invars, *jaxpr.jaxpr.outvars[:count]]
+    outputs, sources = list(range(count)), []
+    for n, variable in enumerate(jaxpr.jaxpr.outvars[count:], count):
+        # Literals have no identity to be found by.
+        if isinstance(variable, Literal) or variable not in variables:
+            outputs.append(n)
+            sources.append(len(variables))
+            variables.append(variable)
+        else:
+            sources.append(variables.index(variable))
+    return outputs, sources
+
+
+class _JaxCall(torch.autograd.Function):
+    """One differentiated call: ``apply(call, forward, *operands)`` returns the results, then further residuals."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(border: Border, saving: Saving, *tensors: Tensor) -> Any:
-        return tuple(traced_functions.call(saving.body, list(tensors)))
+    def forward(call: TracedCall, forward: ForwardWithResiduals, *tensors: Tensor) -> Any:
+        return tuple(traced_functions.call(forward.function, list(tensors)))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.border, ctx.saving, *tensors = inputs
-        pool, ctx.count = [*tensors, *output], len(tensors)
-        ctx.save_for_backward(*tensors, *[pool[at] for at in ctx.saving.sources])
+        ctx.traced_call, ctx.forward_pass, *tensors = inputs
+        ctx.count = len(tensors)
+        values = [*tensors, *output]
+        ctx.save_for_backward(*tensors, *[values[n] for n in ctx.forward_pass.sources])
         ctx.save_for_forward(*tensors)
-        varies = [*ctx.saving.varies, *[False] * len(output)]
-        ctx.mark_non_differentiable(*[t for t, v in zip(output, varies, strict=False) if not v])
+        flags = ctx.forward_pass.is_differentiable
+        residuals = output[len(flags) :]
+        ctx.mark_non_differentiable(
+            *[t for t, has in zip(output, flags, strict=False) if not has], *residuals
+        )
 
     @staticmethod
-    def backward(ctx: Any, *given: Tensor) -> Any:  # type: ignore[override]
-        saving = ctx.saving
-        tensors, kept = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
-        varying = [g for g, varies in zip(given, saving.varies, strict=False) if varies]
-        if torch.is_grad_enabled():
-            pulled = ctx.border.gradient(saving.wanted, ctx.count)([*tensors, *varying])
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # type: ignore[override]
+        forward = ctx.forward_pass
+        operands, residuals = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        # The outputs after the results are residuals; their gradients are left out.
+        cotangents = [g for g, has in zip(gradients, forward.is_differentiable, strict=False) if has]
+        if torch.is_grad_enabled():  # create_graph=True: what comes next is differentiated again
+            pulled = ctx.traced_call.gradient(forward.wanted, ctx.count)([*operands, *cotangents])
         else:
-            pulled = traced_functions.call(saving.back(), [*kept, *varying])
-        found: list[Any] = [None] * (2 + ctx.count)
-        for n, gradient in zip(saving.wanted, pulled, strict=True):
-            found[2 + n] = gradient
-        return tuple(found)
+            pulled = traced_functions.call(forward.backward, [*residuals, *cotangents])
+        by_operand: list[Tensor | None] = [None] * ctx.count
+        for n, gradient in zip(forward.wanted, pulled, strict=True):
+            by_operand[n] = gradient
+        return None, None, *by_operand
 
     @staticmethod
-    def jvp(ctx: Any, *given: Any) -> Any:
-        tangents = given[2:]
-        at = tuple([n for n, tangent in enumerate(tangents) if tangent is not None])
-        border = ctx.border.tangent(at, ctx.count)
-        moved = iter(border([*ctx.saved_tensors[: ctx.count], *[tangents[n] for n in at]]))
-        results = [next(moved) if varies else None for varies in ctx.saving.varies]
-        return (*results, *[None] * (len(ctx.saving.body.results) - len(results)))
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        tangents = tangents[2:]  # those of call and forward
+        positions = tuple([n for n, tangent in enumerate(tangents) if tangent is not None])
+        tangent = ctx.traced_call.tangent(positions, ctx.count)
+        moved = iter(tangent([*ctx.saved_tensors[: ctx.count], *[tangents[n] for n in positions]]))
+        results = [next(moved) if has else None for has in ctx.forward_pass.is_differentiable]
+        return (*results, *[None] * (len(ctx.forward_pass.function.results) - len(results)))

@@ -1,4 +1,19 @@
-"""Torch code as JAX functions: its ops run on tracers in buffers, so every transformation of JAX's applies."""
+"""``isthmus.torch_function``: torch code as a JAX function, under any of JAX's transformations.
+
+The torch code runs as Python, with tensors on "jax" whose buffers hold JAX's tracers. Each op runs its lowering on the
+tracers (plans run their program inline), so that JAX sees the jaxpr it would see of the same code in ``jax.numpy``::
+
+    f = isthmus.torch_function(lambda x: torch.softmax(x, -1))
+    jax.jit(jax.grad(lambda x: f(x)[0]))(jnp.ones(3))
+
+Three things differ from torch code that runs on values, and ``inside_jax`` sets them up: random numbers come from a JAX
+key (``rng=``), an ``autograd.Function`` brings its own gradient to JAX (``autograd_functions.py``), and
+``torch.autograd`` runs on the calling thread. torch's 64-bit integers are the fourth: with JAX's 64-bit types off, the
+traced code becomes one primitive (``x64_primitive.py``) and results become 32-bit.
+
+``functional.py`` runs modules the same way. Code that needs a value (``.item()``, ``if x > 0``) cannot be traced and
+raises an error that names the line. A tensor from outside that the code writes to holds a tracer afterwards.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +29,39 @@ import torch
 from isthmus._device.core import generator
 from isthmus._interop import x64_primitive
 from isthmus._interop.arrays import from_jax, to_jax
-from isthmus._interop.autograd_functions import respected
-from isthmus._interop.containers import teach
+from isthmus._interop.autograd_functions import differentiated_by_jax
+from isthmus._interop.pytrees import Static, register_containers, without_static
 from isthmus._runtime.compiler import has_x64
 from isthmus._runtime.private import is_traced
 from isthmus.errors import IsthmusError
 
+Array = jax.Array
 Function = Callable[..., Any]
+NARROW = {
+    np.dtype(np.int64): np.dtype(np.int32),
+    np.dtype(np.uint64): np.dtype(np.uint32),
+    np.dtype(np.float64): np.dtype(np.float32),
+    np.dtype(np.complex128): np.dtype(np.complex64),
+}
+"""The dtype that JAX has for each 64-bit one while its 64-bit types are off."""
 
 
 def torch_function(function: Function) -> Function:
-    """Return a torch function that takes and returns arrays, in pytrees if need be, under any transformation of JAX's.
+    """Return a torch function that takes and returns arrays, under any transformation of JAX's.
 
-    Random numbers are drawn from ``rng``, a JAX key. Autograd may be used inside; a ``torch.autograd.Function``
-    keeps its own gradient.
+    Arguments:
+        function: a function of tensors, in pytrees if need be. In-place ops and ``torch.autograd`` may be used inside,
+            and a ``torch.autograd.Function`` keeps its own gradient.
+
+    Returns:
+        A function of arrays, with the further argument ``rng``: the JAX key that random numbers are drawn from, needed
+        only by functions that draw some. Results are arrays; values that are no tensors are returned as they are.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, torch
+        >>> f = torch_function(lambda x: torch.relu(x).square().sum())
+        >>> jax.grad(f)(jnp.array([-1.0, 2.0])).tolist()
+        [0.0, 4.0]
     """
 
     def run(rng: Any, args: Any, kwargs: Any) -> Any:
@@ -42,44 +76,49 @@ def torch_function(function: Function) -> Function:
 
 
 def on_arrays(function: Function, *args: Any) -> Any:
-    """Return what a function that returns tensors computes, as arrays of dtypes that the user's JAX has."""
-    leaves, spec = jax.tree.flatten(to_jax(args))
-    at = [n for n, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
-    rest: list[Any] = []
-    is_narrow = not has_x64()
+    """Call a function that returns tensors, and return arrays of dtypes that the user's JAX has.
 
-    def run(*arrays: Any) -> list[Any]:
-        given = list(leaves)
-        for n, array in zip(at, arrays, strict=True):
-            given[n] = array
-        found = function(*jax.tree.unflatten(spec, given))
-        teach(found)
-        results, shape = jax.tree.flatten(to_jax(found))
-        rest[:] = [shape, [None if isinstance(r, jax.Array) else (r,) for r in results]]
-        return [_narrow(r) if is_narrow else r for r in results if isinstance(r, jax.Array)]
+    ``function`` gets ``args`` with tensors as arrays. What else its result has beside tensors is returned unchanged.
+    """
+    leaves, tree = jax.tree.flatten(to_jax(args))
+    positions = [n for n, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+    is_x64 = has_x64()
 
-    arrays = [leaves[n] for n in at]
-    found = iter(x64_primitive.call(run, *arrays) if is_narrow and is_traced(arrays) else run(*arrays))
-    shape, others = rest
-    return jax.tree.unflatten(shape, [next(found) if other is None else other[0] for other in others])
+    def result(leaf: Any) -> Array | Static:
+        if not isinstance(leaf, jax.Array):
+            return Static(leaf)
+        return leaf if is_x64 or leaf.dtype not in NARROW else leaf.astype(NARROW[leaf.dtype])
+
+    def run(*arrays: Array) -> Any:
+        arguments = list(leaves)
+        for n, array in zip(positions, arrays, strict=True):
+            arguments[n] = array
+        out = function(*jax.tree.unflatten(tree, arguments))
+        register_containers(out)
+        return jax.tree.map(result, to_jax(out))
+
+    arrays = [leaves[n] for n in positions]
+    if is_x64 or not is_traced(arrays):
+        return without_static(run(*arrays))
+    return without_static(x64_primitive.call(run, *arrays))
 
 
 @contextlib.contextmanager
-def inside_jax(rng: Any) -> Iterator[None]:
-    """Run torch code as JAX needs it: on this thread, with random numbers from a key."""
-    # Autograd's own threads know nothing of the trace on this one.
-    with torch.autograd.set_multithreading_enabled(False), _draws(rng), respected():
+def inside_jax(rng: Array | None) -> Iterator[None]:
+    """Run torch code on tracers: on this thread, with random numbers from a key and autograd functions for JAX."""
+    # JAX's trace belongs to this thread: ops of a backward on autograd's own threads would not be part of it.
+    with (
+        torch.autograd.set_multithreading_enabled(False),
+        generator.drawing_from(_words(rng), is_traced([rng])),
+        differentiated_by_jax(),
+    ):
         yield
 
 
-def _draws(rng: Any) -> contextlib.AbstractContextManager[None]:
-    return generator.drawing_from(_words(rng), is_traced([rng]))
+def _words(rng: Array | None) -> Callable[[int], Array]:
+    """Return a function of the number of random ops so far that gives the next one's four words: seed and offset."""
 
-
-def _words(rng: Any) -> Callable[[int], Any]:
-    """Return what a random op draws, given how many were drawn before."""
-
-    def words(offset: int) -> Any:
+    def words(offset: int) -> Array:
         if rng is None:
             raise IsthmusError(
                 "torch code inside JAX draws random numbers: pass a key, as in rng=jax.random.key(0)"
@@ -89,22 +128,12 @@ def _words(rng: Any) -> Callable[[int], Any]:
     return words
 
 
-def _seed(rng: Any) -> Any:
-    """Return a key, of whatever kind, as two words."""
+def _seed(rng: Array) -> Array:
+    """Return a key, of whatever generator, as the two 32-bit words of a seed."""
     if not isinstance(rng, jax.Array):
         raise TypeError(f"rng is {rng!r}, not a key of JAX's, such as jax.random.key(0)")
+    # Keys of the old style, jax.random.PRNGKey, are plain uint32 arrays.
     key = rng if jax.numpy.issubdtype(rng.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(rng)
     data = jax.random.key_data(key)
+    # threefry, JAX's default, has two words; the keys of other generators are drawn from.
     return data if data.shape == (2,) else jax.random.bits(key, (2,), "uint32")
-
-
-def _narrow(array: Any) -> Any:
-    return array.astype(NARROW[array.dtype]) if array.dtype in NARROW else array
-
-
-NARROW = {
-    np.dtype(np.int64): np.dtype(np.int32),
-    np.dtype(np.uint64): np.dtype(np.uint32),
-    np.dtype(np.float64): np.dtype(np.float32),
-    np.dtype(np.complex128): np.dtype(np.complex64),
-}

@@ -1,13 +1,59 @@
-"""Programs with 64-bit types inside programs without: one primitive of JAX's, and what its transformations make of it.
+"""One JAX primitive, ``isthmus``, that holds a program with 64-bit types inside a program without them.
 
-torch's integers have 64 bits, and most users of JAX leave its 64-bit types off. JAX asks that setting again whenever it
-transforms or compiles what was traced before, so code traced with them on is kept whole, and every transformation of it
-is done with them on.
+Why it exists
+-------------
+torch's integers have 64 bits: ``torch.arange(3)`` and every index is int64. Most users of JAX leave its 64-bit types
+off (``jax_enable_x64=False``), and then JAX truncates int64 to int32. Isthmus traces torch code with the types on
+(``scoped_x64``), which is enough for a program that runs at once. It is not enough inside ``jax.jit`` or ``jax.grad``:
+JAX traces first, and transforms and compiles the equations later, when the user's setting is off again. A rule of JAX
+that then makes an int64 constant or zero gets an int32 one, which does not fit the equation's operands.
+
+So torch code that JAX traces with the types off becomes one equation, whose parameter is the jaxpr of the whole
+program, and every rule below opens that jaxpr with 64-bit types on::
+
+    Example:
+        >>> f = isthmus.torch_function(lambda x: x[torch.argsort(x)])
+        >>> jax.make_jaxpr(f)(jnp.ones(3))
+        { lambda ; a:f32[3]. let
+            b:f32[3] = isthmus[jaxpr={ lambda ; c:f32[3]. let
+                  d:i64[3] = ... sort ... c
+                  e:f32[3] = gather ... c d
+                in (e,) }] a
+          in (b,) }
+
+Operands and results of the equation have no 64-bit types, so the program around it needs none: ``torch_functions.py``,
+the only caller of ``call``, converts results (``NARROW``). With the user's 64-bit types on, torch code is traced into
+the surrounding program directly and this file is not used.
+
+What the rules do
+-----------------
+Each builds a new function from the jaxpr, traces it with 64-bit types on, and binds the primitive again (``_bind``).
+
+- impl and lowering: run, or lower, the jaxpr with the types on.
+- batching: ``jax.vmap`` of the jaxpr; results have their batch dimension in front.
+- jvp: two equations. The first returns the results and the residuals of ``jax.linearize``; the second is linear in the
+  tangents, so that reverse mode can transpose it::
+
+      out, residuals = isthmus[forward] x
+      out_dot        = isthmus[linear]  residuals x_dot
+
+- transpose: ``jax.linear_transpose`` of that second jaxpr, in the operands that are linear (``UndefinedPrimal``).
+- dce: results that nothing reads are dropped from the jaxpr, with all that only they need (``prunes`` in
+  ``_runtime/private.py``). Without it the equation would compute all of its results if one of them is read.
+
+Residuals are the one place where int64 would leave the equation: an index that ``gather`` saves for backward. The
+program around may stack residuals (``lax.scan``), pad them or make zeros of their dtype, with int64 not available to
+it. So ``_split`` bitcasts 64-bit integers to pairs of uint32 on their way out, ``i64[3] -> u32[3, 2]``, and ``_joined``
+bitcasts them back on their way in. ``Halves`` remembers the dtype in the pytree's structure.
+
+Limits: ``jax.checkpoint`` sees one equation, to save or recompute as a whole. float64 residuals are passed on as they
+are. The names ``ad``, ``batching`` and ``mlir`` come from ``jax.interpreters``, which JAX keeps stable for primitives
+outside of it but does not document (checked with JAX 0.10).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,31 +64,28 @@ from jax.interpreters import ad, batching, mlir
 from isthmus._runtime.compiler import abstract, scoped_x64
 from isthmus._runtime.private import prunes, without_dead_code
 
-Array = Any
+Array = jax.Array
 Function = Callable[..., Any]
 
 
 def call(function: Function, *arrays: Array) -> Any:
-    """Return what a function computes with 64-bit types on; it must return a pytree of arrays without any."""
-    specs: list[Any] = []
+    """Call a function with 64-bit types on, as one equation of the program that JAX is tracing.
 
-    def flat(*values: Array) -> list[Array]:
-        leaves, spec = jax.tree.flatten(function(*values))
-        specs.append(spec)
-        return leaves
-
-    found = _bind(flat, arrays)
-    return jax.tree.unflatten(specs[-1], found)
+    The function returns a pytree of arrays without 64-bit types; that tree is returned, with tracers for leaves.
+    """
+    return _bind(function, arrays)
 
 
-def _bind(function: Function, arrays: Sequence[Array]) -> list[Array]:
-    """Trace a function of arrays that returns a list of them, and call what was traced."""
+def _bind(function: Function, arrays: Sequence[Array]) -> Any:
+    """Trace a function of arrays, bind the primitive to the jaxpr, and return the results in the function's pytree."""
     with scoped_x64():
-        traced = jax.make_jaxpr(function)(*[abstract(array) for array in arrays])
-    # Arrays that the function holds may be tracers: they become arguments.
+        traced, result = jax.make_jaxpr(function, return_shape=True)(*[abstract(array) for array in arrays])
+    # Arrays the function closes over may be tracers of the program around: they become operands.
     inner = traced.jaxpr.replace(constvars=(), invars=[*traced.jaxpr.constvars, *traced.jaxpr.invars])
-    # Tangents of integers, which nothing needs, have a dtype that no compiler knows.
-    return _wide.bind(*traced.consts, *arrays, jaxpr=ClosedJaxpr(without_dead_code(inner), ()))
+    # Derivatives compute tangents of integers, whose dtype float0 no compiler knows; nothing reads them.
+    jaxpr = ClosedJaxpr(without_dead_code(inner), ())
+    outputs = _primitive.bind(*traced.consts, *arrays, jaxpr=jaxpr)
+    return jax.tree.unflatten(jax.tree.structure(result), outputs)
 
 
 def _run(*arrays: Array, jaxpr: ClosedJaxpr) -> list[Array]:
@@ -50,106 +93,123 @@ def _run(*arrays: Array, jaxpr: ClosedJaxpr) -> list[Array]:
         return jaxpr_as_fun(jaxpr)(*arrays)
 
 
-def _avals(*arrays: Any, jaxpr: ClosedJaxpr) -> Any:
-    axes = frozenset().union(*[getattr(array, "vma", ()) for array in arrays])
-    # Under shard_map results differ from device to device if any argument does.
+def _result_types(*operands: Any, jaxpr: ClosedJaxpr) -> Any:
+    # Under shard_map an array varies over mesh axes (vma); results vary wherever any operand does.
+    axes = frozenset().union(*[getattr(operand, "vma", ()) for operand in operands])
     return [aval.update(vma=axes) for aval in jaxpr.out_avals] if axes else jaxpr.out_avals
 
 
-def _lower(context: Any, *arrays: Any, jaxpr: ClosedJaxpr) -> Any:
-    # What differs between devices was settled when this was traced; the program does not ask.
+def _lower(context: Any, *operands: Any, jaxpr: ClosedJaxpr) -> Any:
+    # The jaxpr was traced without mesh axes, and lower_fun would find them in the context's types.
     local = context.replace(avals_in=jaxpr.in_avals, avals_out=jaxpr.out_avals)
     with scoped_x64():
-        return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(local, *arrays)
+        return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(local, *operands)
 
 
 def _batch(arrays: Sequence[Array], dims: Sequence[Any], *, jaxpr: ClosedJaxpr) -> Any:
+    # A dim that is no int is JAX's not_mapped.
     axes = [dim if isinstance(dim, int) else None for dim in dims]
-    found = _bind(jax.vmap(jaxpr_as_fun(jaxpr), in_axes=axes), arrays)
-    return found, [0] * len(found)
+    results = _bind(jax.vmap(jaxpr_as_fun(jaxpr), in_axes=axes), arrays)
+    return results, [0] * len(results)
 
 
 def _jvp(primals: Sequence[Array], tangents: Sequence[Any], *, jaxpr: ClosedJaxpr) -> Any:
-    """Compute the results and what their derivative needs in one call, the derivative in another: a linear one."""
-    at = [n for n, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
-    count = len(jaxpr.out_avals)
-    linear: list[Any] = []
+    """Bind the forward, which returns results and residuals, and then the derivative, which is linear in tangents."""
+    varying = [n for n, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
 
-    def forward(*arrays: Array) -> list[Array]:
-        results, derivative = jax.linearize(
-            partial_at(jaxpr_as_fun(jaxpr), at, arrays), *[arrays[n] for n in at]
-        )
-        kept, spec = jax.tree.flatten(derivative)
-        linear[:] = [spec, [abstract(array) for array in kept]]
-        return [*results, *[_halved(array) for array in kept]]
+    def forward(*arrays: Array) -> tuple[list[Array], Any]:
+        function = with_fixed(jaxpr_as_fun(jaxpr), varying, arrays)
+        results, derivative = jax.linearize(function, *[arrays[n] for n in varying])
+        # The derivative is a pytree: its leaves are the residuals.
+        return results, jax.tree.map(_split, derivative)
 
-    found = _bind(forward, primals)
-    results, kept = found[:count], found[count:]
-    spec, kinds = linear
+    results, derivative = _bind(forward, primals)
+    residuals, tree = jax.tree.flatten(derivative)
 
-    def push(*arrays: Array) -> list[Array]:
-        whole = [_joined(array, kind) for array, kind in zip(arrays, kinds, strict=False)]
-        moved = jax.tree.unflatten(spec, whole)(*arrays[len(kinds) :])
+    def linear(*arrays: Array) -> list[Array]:
+        split = jax.tree.unflatten(tree, arrays[: len(residuals)])
+        push = jax.tree.map(_joined, split, is_leaf=lambda node: isinstance(node, Halves))
+        moved = push(*arrays[len(residuals) :])
         return [tangent for tangent in moved if tangent.dtype != jax.dtypes.float0]
 
-    with scoped_x64():
-        given = [ad.instantiate_zeros(tangents[n]) for n in at]
-    moved = iter(_bind(push, [*kept, *given])) if at else iter(())
-    return results, [_tangent(r, moved) for r in results]
+    with scoped_x64():  # a zero of a 64-bit dtype would be truncated
+        known = [ad.instantiate_zeros(tangents[n]) for n in varying]
+    moved = iter(_bind(linear, [*residuals, *known]) if varying else ())
+    return results, [next(moved) if _is_inexact(result) else _zero_tangent(result) for result in results]
 
 
-def _tangent(result: Array, moved: Iterator[Array]) -> Any:
-    if jax.numpy.issubdtype(result.dtype, np.inexact):
-        return next(moved)
+def _is_inexact(array: Array) -> bool:
+    return bool(jax.numpy.issubdtype(array.dtype, np.inexact))
+
+
+def _zero_tangent(result: Array) -> Any:
     return ad.Zero(jax.core.ShapedArray(result.shape, jax.dtypes.float0))
 
 
-def partial_at(function: Function, at: Sequence[int], arrays: Sequence[Array]) -> Function:
-    """Return the function of the arrays at some places alone."""
+def with_fixed(function: Function, positions: Sequence[int], arrays: Sequence[Any]) -> Function:
+    """Return the function of the arguments at ``positions`` alone, with ``arrays`` for all others."""
 
-    def of(*varying: Array) -> Any:
-        given = list(arrays)
-        for n, value in zip(at, varying, strict=True):
-            given[n] = value
-        return function(*given)
+    def varying_only(*varying: Array) -> Any:
+        arguments = list(arrays)
+        for n, value in zip(positions, varying, strict=True):
+            arguments[n] = value
+        return function(*arguments)
 
-    return of
+    return varying_only
 
 
-def _halved(array: Array) -> Array:
-    """Return 64-bit integers as pairs of 32 bits, which programs without 64-bit types can hold and stack."""
+@jax.tree_util.register_pytree_node_class
+class Halves:
+    """64-bit integers as uint32 with a last dimension of 2; a pytree with that array as its only leaf."""
+
+    def __init__(self, pairs: Array, dtype: np.dtype[Any]) -> None:
+        self.pairs, self.dtype = pairs, dtype
+
+    def tree_flatten(self) -> tuple[tuple[Array], np.dtype[Any]]:
+        """Return the array, and the dtype as structure."""
+        return (self.pairs,), self.dtype
+
+    @classmethod
+    def tree_unflatten(cls, dtype: np.dtype[Any], children: tuple[Array]) -> Halves:
+        """Rebuild from an array of whatever kind: JAX passes stand-ins too."""
+        return cls(children[0], dtype)
+
+
+def _split(array: Array) -> Array | Halves:
+    """Return 64-bit integers as ``Halves``, any other array as it is."""
     if array.dtype.itemsize == 8 and jax.numpy.issubdtype(array.dtype, np.integer):
-        return jax.lax.bitcast_convert_type(array, np.uint32)
+        return Halves(jax.lax.bitcast_convert_type(array, np.uint32), array.dtype)
     return array
 
 
-def _joined(array: Array, kind: Any) -> Array:
-    return array if array.dtype == kind.dtype else jax.lax.bitcast_convert_type(array, kind.dtype)
+def _joined(node: Array | Halves) -> Array:
+    return jax.lax.bitcast_convert_type(node.pairs, node.dtype) if isinstance(node, Halves) else node
 
 
-def _transpose(cotangents: Sequence[Any], *arrays: Any, jaxpr: ClosedJaxpr) -> Any:
-    at = [n for n, array in enumerate(arrays) if ad.is_undefined_primal(array)]
-    known = [array for n, array in enumerate(arrays) if n not in at]
-    kinds = [abstract(arrays[n].aval) for n in at]
+def _transpose(cotangents: Sequence[Any], *operands: Any, jaxpr: ClosedJaxpr) -> Any:
+    """Return cotangents of the operands that are undefined, which are those the jaxpr is linear in."""
+    linear = [n for n, operand in enumerate(operands) if ad.is_undefined_primal(operand)]
+    known = [operand for n, operand in enumerate(operands) if n not in linear]
+    types = [abstract(operands[n].aval) for n in linear]
     with scoped_x64():
-        given = [ad.instantiate_zeros(cotangent) for cotangent in cotangents]
+        seeds = [ad.instantiate_zeros(cotangent) for cotangent in cotangents]
 
     def pull(*values: Array) -> list[Array]:
-        left = iter(values[: len(known)])
-        whole = [None if n in at else next(left) for n in range(len(arrays))]
-        back = jax.linear_transpose(partial_at(jaxpr_as_fun(jaxpr), at, whole), *kinds)
+        rest = iter(values[: len(known)])
+        arguments = [None if n in linear else next(rest) for n in range(len(operands))]
+        back = jax.linear_transpose(with_fixed(jaxpr_as_fun(jaxpr), linear, arguments), *types)
         return list(back(list(values[len(known) :])))
 
-    found = iter(_bind(pull, [*known, *given]))
-    return [next(found) if n in at else None for n in range(len(arrays))]
+    pulled = dict(zip(linear, _bind(pull, [*known, *seeds]), strict=True))
+    return [pulled.get(n) for n in range(len(operands))]
 
 
-_wide = Primitive("isthmus")
-_wide.multiple_results = True
-_wide.def_impl(_run)
-_wide.def_abstract_eval(_avals)
-mlir.register_lowering(_wide, _lower)
-batching.primitive_batchers[_wide] = _batch
-ad.primitive_jvps[_wide] = _jvp
-ad.primitive_transposes[_wide] = _transpose
-prunes(_wide)
+_primitive = Primitive("isthmus")
+_primitive.multiple_results = True
+_primitive.def_impl(_run)
+_primitive.def_abstract_eval(_result_types)
+mlir.register_lowering(_primitive, _lower)
+batching.primitive_batchers[_primitive] = _batch
+ad.primitive_jvps[_primitive] = _jvp
+ad.primitive_transposes[_primitive] = _transpose
+prunes(_primitive)

@@ -24,12 +24,14 @@ from isthmus._lazy.captured_objects import Roots
 from isthmus._lazy.guards import Guard
 from isthmus._lazy.record_checks import ApiWatch, OpWatch
 from isthmus._lazy.trace import trace
-from isthmus._lazy.xla import NOTHING, Kept
+from isthmus._program.program import STATELESS, StateLayout
 from isthmus._runtime import counters
 from isthmus._runtime.user_frames import user_line
 from isthmus.errors import JitError
 
 _UNLIMITED = 2**62
+REASON = "an isthmus.jit function"
+"""Why a graph that was recorded before runs at a call of a jitted function; see ``mode.reason``."""
 Layout = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype]
 
 
@@ -71,8 +73,9 @@ class Capture:
         node = buffer.held
         if type(node) is not Node or not programs.is_fixed(node):
             raise self.refuse_read()
-        program = programs.family_of((node,)).find(frozenset(), NOTHING)
-        return program.call(*program.inputs([], program.constants(trace), []))[0]
+        program = programs.family_of((node,)).find(frozenset())
+        constants = program.pack_numbers(trace.numbers, trace.offsets)
+        return program.call(*program.arguments([], constants, []))[0]
 
     def refuse_read(self) -> Exception:
         """Return the error for a value that is read."""
@@ -83,7 +86,8 @@ class Capture:
 
     def record(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the function, keep what a replay needs, and return its result."""
-        programs.materialise()
+        with mode.reason(REASON):
+            programs.materialise()
         flat, _ = tree_flatten((args, kwargs))
         self.guard = Guard(self.roots)
         ours = [t for t in flat if _is_ours(t)]
@@ -125,7 +129,8 @@ class Capture:
             except BaseException:
                 # As in eager, what was done before the error is done.
                 mode.current.capture = trace.refusal = None
-                programs.materialise()
+                with mode.reason(REASON):
+                    programs.materialise()
                 raise
             finally:
                 mode.current.lazy, mode.current.capture = lazy, None
@@ -290,13 +295,13 @@ class Capture:
             return _nothing
         family = programs.family_of(wanted)
         self.order = [family.unique.index(node) for node in wanted]
-        kept = self._kept(family.graph, wanted)
-        dying = programs.dying(family) - {leaf for leaf, _ in kept.pairs} if self.donate else frozenset()
-        self._use(family.find(dying, kept))
+        state, results = self._state(family.graph, wanted)
+        dying = programs.dying(family) - {leaf for leaf, _ in state.pairs} if self.donate else frozenset()
+        self._use(family.find(dying, state, results))
         program, self.lines = self.program, dict(trace.lines)
-        self.constants = program.constants(trace)
+        self.constants = program.pack_numbers(trace.numbers, trace.offsets)
         whole, bundles = program.packing.pick(trace.arrays.__getitem__)
-        arrays = [trace.arrays[leaf.index] for leaf in program.arrays]
+        arrays = [trace.arrays[at] for at in program.slots]
         outputs: list[Any] = []
 
         def commit(found: Sequence[Any]) -> None:
@@ -308,19 +313,18 @@ class Capture:
 
         try:
             self.residence.begin(donation.own(whole), bundles)
-            self.residence.run(
-                program.call, program.inputs(arrays, self.constants, trace.draws[: program.draws]), commit
-            )
+            inputs = program.arguments(arrays, self.constants, trace.draws[: program.draws])
+            self.residence.run(program.call, inputs, commit)
         except BaseException:
             if not self.complete:
                 self.residence.give_back()
             raise
-        return partial(program.settle, outputs, self.lines)
+        return partial(program.report, outputs, self.lines)
 
-    def _kept(self, graph: Graph, wanted: tuple[Node, ...]) -> Kept:
-        """Return the state: what the program reads from buffers that live on, and writes to them."""
+    def _state(self, graph: Graph, wanted: tuple[Node, ...]) -> tuple[StateLayout, tuple[int, ...] | None]:
+        """Return the state, which the program reads from buffers that live on and writes to them, and other results."""
         if not (self.replayable and self.donate and config.donate == "auto" and config.backend == "xla"):
-            return NOTHING
+            return STATELESS, None
         written = {id(target): n for n, (kind, target) in enumerate(self.targets) if kind == "buffer"}
         pairs, kept = [], set()
         for leaf in [n.call for n in graph.inputs if isinstance(n.call, Leaf) and n.call.kind == "array"]:
@@ -330,16 +334,17 @@ class Capture:
                 pairs.append((leaf.index, self.order[n]))
                 kept.add(n)
         plain = dict.fromkeys(place for n, place in enumerate(self.order) if n not in kept)
-        return Kept(tuple(pairs), tuple(plain))
+        return StateLayout(tuple(pairs)), tuple(plain)
 
     def _use(self, program: Any) -> None:
         """Run this program from now on: find out where its inputs come from and its results go."""
         self.program = program
-        self.inputs = [self.sources[leaf.index] for leaf in program.arrays]
+        self.inputs = [self.sources[at] for at in program.slots]
         self.residence = Residence(*program.packing.pick(lambda leaf: self.sources[leaf][1]))
         state = {id(self.sources[leaf][1]) for leaf in program.packing.inputs}
+        places = program.places
         self.writes = [
-            (program.places[self.order[n]], n, kind, target)
+            (places[self.order[n]], n, kind, target)
             for n, (kind, target) in enumerate(self.targets)
             if kind != "buffer" or id(target) not in state
         ]
@@ -370,11 +375,11 @@ class Capture:
             inputs = [_take(kind, source, flat) for kind, source in self.inputs]
             donated = [_lasting_buffer(self.inputs[at], flat) for at in program.donated]
             undo = donation.take(inputs, program.donated, donated)
-            inputs = program.inputs(inputs, self.constants, draws[: program.draws])
+            inputs = program.arguments(inputs, self.constants, draws[: program.draws])
             self.residence.run(program.call, inputs, commit, undo)
         del inputs
         counters.count("replays")
-        program.settle(outputs, self.lines)
+        program.report(outputs, self.lines)
         return self._given(new, flat)
 
     def _given(self, new: dict[int, Buffer], flat: list[Any]) -> Any:
@@ -396,9 +401,9 @@ class Capture:
         for at, n, kind, target in self.writes:
             value = found[at]
             if kind == "buffer":
-                target.held = value
+                target.bind(value)
             elif kind == "argument":
-                _buffer(flat[target]).held = value
+                _buffer(flat[target]).bind(value)
                 touched += [] if flat[target].is_inference() else [flat[target]]
             else:
                 new[n] = Buffer(value, target)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from isthmus._device.core.host_tensors import array_from_cpu, cpu_from_array
 from isthmus._device.core.resident_state import Packing
 from isthmus._graph.graph import Backend, Graph
 from isthmus._graph.nodes import Leaf, Node
-from isthmus._lazy.trace import Trace
 from isthmus.errors import IsthmusError
 
 Array = Any
@@ -24,20 +23,23 @@ class HostedProgram:
         self.graph, self.run = graph, backend.compile(graph)
         self.leaves = [n.call for n in graph.inputs if isinstance(n.call, Leaf)]
         self.arrays = [leaf for leaf in self.leaves if leaf.kind == "array"]
+        self.slots = tuple(leaf.index for leaf in self.arrays)
         self.draws = 1 + max((leaf.index for leaf in self.leaves if leaf.kind == "draw"), default=-1)
         self.donated: tuple[int, ...] = ()
         self.packing = Packing((), {})  # it keeps nothing
         self.places = {at: at for at in range(len(graph.outputs))}
 
-    def constants(self, trace: Trace) -> list[Any]:
-        """Return a trace's numbers and offsets for the graph's inputs, in their order."""
-        numbers = {
-            "number": lambda leaf: trace.numbers[leaf.type.dtype],
-            "offset": lambda leaf: trace.offsets,
-        }
-        return [numbers[leaf.kind](leaf)[leaf.index] for leaf in self.leaves if leaf.kind in numbers]
+    def pack_numbers(self, numbers: Mapping[torch.dtype, list[Any]], offsets: Sequence[int]) -> list[Any]:
+        """Return numbers and offsets for the graph's inputs, in their order."""
+        values = []
+        for leaf in self.leaves:
+            if leaf.kind == "number":
+                values.append(numbers[leaf.type.dtype][leaf.index])
+            elif leaf.kind == "offset":
+                values.append(offsets[leaf.index])
+        return values
 
-    def inputs(self, arrays: list[Array], constants: list[Any], draws: list[Any]) -> list[Any]:
+    def arguments(self, arrays: list[Array], constants: list[Any], draws: list[Any]) -> list[Any]:
         """Return what ``call`` takes."""
         words = [torch.from_numpy(draws[leaf.index]) for leaf in self.leaves if leaf.kind == "draw"]
         return [*arrays, *constants, *words]
@@ -56,5 +58,5 @@ class HostedProgram:
                 )
         return [array_from_cpu(tensor) for tensor in found]
 
-    def settle(self, found: Sequence[Array], lines: dict[Node, str]) -> None:
+    def report(self, outputs: Sequence[Array], lines: Mapping[Node, str]) -> None:
         """Do nothing: such a backend raises where it runs."""

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten
 
 from isthmus._device.core import mode
 from isthmus._device.core.entry import static_part
-from isthmus._lazy.capture import Capture
+from isthmus._lazy.capture import REASON, Capture
 from isthmus._lazy.captured_objects import Roots
 from isthmus._lazy.trace import trace
 from isthmus.errors import JitError
@@ -59,7 +59,8 @@ class Jitted:
         with trace.lock:
             trace.enter(get_ident())
             if mode.current.lazy:
-                mode.current.materialise()
+                with mode.reason(REASON):
+                    mode.current.materialise()
             flat, keyed, spec, static = self._flatten(args, kwargs)
             key = (spec, static, *[_argument_key(value) for value in keyed], _aliases(flat), _torch_state())
             roots = Roots(self.function, [v for v in flat if not isinstance(v, Tensor)])

@@ -23,10 +23,12 @@ from isthmus._graph import view_calls
 from isthmus._graph.layout import Spec, is_as_made, storage_shape
 from isthmus._graph.nodes import TABLE, Call, Input, Node, Type, call_of, node
 from isthmus._graph.schema import PLACEMENT
+from isthmus._graph.view_calls import chained
 from isthmus._lazy.trace import trace
 from isthmus._ops.value_checks import collecting
 from isthmus._runtime import compiler
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
+from isthmus._runtime.traced_results import shapes_with_extra
 from isthmus._runtime.user_frames import user_line
 
 Values = tuple[Any, ...]
@@ -79,13 +81,6 @@ class Read:
         return node(self.calls[-1], found, *([] if self.offset is None else [inputs[self.offset]]))
 
 
-def chained(calls: tuple[Call, ...] | list[Call], found: Node) -> Node:
-    """Return what calls of one input each make of a node, one after another."""
-    for call in calls:
-        found = node(call, found)
-    return found
-
-
 @dataclass(frozen=True)
 class Write:
     """How a result becomes the new value of a storage."""
@@ -129,11 +124,9 @@ class Recipe:
         """Return what the tier computes, and whether it requires conditions on values."""
         builder = self.builder
         with compiler.scoped_x64(), collecting():
-            jax.eval_shape(builder.program, *builder.examples)
-        types = [
-            None if r is None else Type(tuple(r.shape), to_torch_dtype(r.dtype)) for r in builder.computed
-        ]
-        return types, bool(builder.errors)
+            _, facts = shapes_with_extra(builder.program, builder.examples)
+        types = [None if r is None else Type(tuple(r.shape), to_torch_dtype(r.dtype)) for r in facts.computed]
+        return types, bool(facts.errors)
 
     def _call(self, results: list[Type | None]) -> Call:
         builder = self.builder
@@ -179,10 +172,7 @@ class Recipe:
             blank = view_calls.blank(spec)
         else:
             storage, blank = self.types[slot.index], None
-        written = view_calls.written_as(storage, spec.dtype)
-        cast = view_calls.cast(result, spec.dtype)
-        cast += view_calls.bits(Type(result.size, spec.dtype), written)
-        shaped = cast + view_calls.expand(Type(result.size, written), spec.size)
+        shaped = view_calls.shaped(result, storage, spec)
         offset = None if resized is not None else slot.offset_index
         whole = view_calls.replaces(storage, spec, offset is not None)
         parts = None if whole is not None else view_calls.scatter(storage, spec, offset is not None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence, Set
 from functools import partial
 from sys import getrefcount
@@ -14,19 +14,24 @@ from isthmus._device.core import donation
 from isthmus._device.core.buffer import Buffer, Lost
 from isthmus._graph.backends import backend_named
 from isthmus._graph.graph import Graph
-from isthmus._graph.nodes import TABLE, Leaf, Node, forget_all_but, leaf, reachable
-from isthmus._graph.passes import optimise, remade, share_offsets
-from isthmus._graph.split import Stage, cut
+from isthmus._graph.nodes import TABLE, Call, Leaf, Node, Type, forget_all_but, leaf, reachable
+from isthmus._graph.passes import optimise
+from isthmus._graph.passes.rewrite import remade, share_offsets
+from isthmus._graph.passes.split import Stage, cut
 from isthmus._lazy import recompile_warnings, sync_reasons
 from isthmus._lazy.custom_backend import HostedProgram
 from isthmus._lazy.trace import trace
-from isthmus._lazy.xla import NOTHING, Kept, XlaProgram
+from isthmus._program.evaluate import CallFailure
+from isthmus._program.program import STATELESS, CompiledProgram, StateLayout
 from isthmus._runtime import counters, forks
+from isthmus.errors import IsthmusError
 
 # No buffer holds an array that dies, only the trace does.
 _OWNED = donation.OWNED - 1
 _NODES = 200_000
 _VARIANTS = 32
+# Half types are rounded after every op, as they are when ops run one by one.
+_OPTIONS = {"xla_allow_excess_precision": False}
 
 
 class Family:
@@ -44,15 +49,20 @@ class Family:
         arrays = [leaf for leaf in leaves if leaf.kind == "array"]
         self.donatable = [leaf.index for leaf in arrays if leaf.type in outputs_like]
         self.backend = config.backend
-        self.programs: dict[Any, XlaProgram | HostedProgram] = {}
+        self.programs: dict[Any, CompiledProgram | HostedProgram] = {}
         self.known = False  # whether the program last asked for was there
 
-    def find(self, dying: frozenset[int], kept: Kept) -> XlaProgram | HostedProgram:
-        """Return the program for the trace's offsets; an offset that has changed since is an input from then on."""
+    def find(
+        self, dying: frozenset[int], state: StateLayout = STATELESS, results: tuple[int, ...] | None = None
+    ) -> CompiledProgram | HostedProgram:
+        """Return the program for the trace's offsets; an offset that has changed since is an input from then on.
+
+        ``dying`` are array leaves that only the trace holds, ``results`` the outputs to return, by default all.
+        """
         if self.backend != "xla":
             return self._hosted()
         offsets = [trace.offsets[at] for at in self.fixed]
-        key = (tuple(offsets), dying, kept)
+        key = (tuple(offsets), dying, state, results)
         found = self.programs.get(key)
         self.known = found is not None
         if found is not None:
@@ -65,12 +75,44 @@ class Family:
             self.fixed = [at for at in self.fixed if at not in self.moving]
             self.programs.clear()
         self.seen = [trace.offsets[at] for at in self.fixed]
-        fixed = dict(zip(self.fixed, self.seen, strict=True))
-        graph = optimise(share_offsets(self.graph, fixed))
-        found = self.programs[(tuple(self.seen), dying, kept)] = XlaProgram(
-            graph, fixed, self.moving, dying, trace.lines, kept
+        constants = dict(zip(self.fixed, self.seen, strict=True))
+        found = self.programs[(tuple(self.seen), dying, state, results)] = self._compile(
+            constants, dying, state, results
         )
         return found
+
+    def _compile(
+        self,
+        constants: dict[int, int],
+        dying: frozenset[int],
+        state: StateLayout,
+        results: tuple[int, ...] | None,
+    ) -> CompiledProgram:
+        graph = optimise(share_offsets(self.graph, constants), "lazy")
+        results = tuple(range(len(graph.outputs))) if results is None else results
+        leaves = [n.call for n in graph.inputs if isinstance(n.call, Leaf) and n.call.kind == "array"]
+        kept = {index for index, _ in state.pairs}
+        slots = [leaf for leaf in leaves if leaf.index not in kept]
+        try:
+            return CompiledProgram(
+                graph,
+                {leaf.index: leaf.type for leaf in leaves},
+                [leaf.index for leaf in slots],
+                results,
+                state=state,
+                donate=_donated(slots, dying, [graph.outputs[at].type for at in dict.fromkeys(results)]),
+                constants=constants,
+                moving=self.moving,
+                options=_OPTIONS,
+                title="a step",
+            )
+        except CallFailure as failure:
+            call, origin = failure.node.call, graph.origins.get(failure.node, failure.node)
+            assert isinstance(call, Call)
+            where = trace.lines.get(origin) or 'set isthmus.config.lines = "on" to see where'
+            raise IsthmusError(
+                f"{call.op} could not be compiled ({where}): {failure.cause}"
+            ) from failure.cause
 
     def _hosted(self) -> HostedProgram:
         found = self.programs.get(None)
@@ -87,27 +129,41 @@ class Family:
         return [values[n] for n in wanted]
 
 
+def _donated(slots: Sequence[Leaf], dying: frozenset[int], results: Sequence[Type]) -> tuple[int, ...]:
+    """Return the slots whose memory results can take: their arrays die, and a result is of the same type."""
+    room = Counter(results)
+    donated = []
+    for at, slot in enumerate(slots):
+        if slot.index in dying and room[slot.type]:
+            room[slot.type] -= 1
+            donated.append(at)
+    return tuple(donated)
+
+
 _families: OrderedDict[tuple[Any, ...], Family] = OrderedDict()
 _caches.register(
     "programs of recorded graphs", config.programs, lambda: len(_families), lambda: _families.clear()
 )
 
 
-def materialise(buffer: Buffer | None = None) -> None:
-    """Run everything this thread has recorded, or the thread that recorded a buffer, whose result can still be read."""
+def materialise(buffer: Buffer | None = None, because: str = "") -> None:
+    """Run everything this thread has recorded, or the thread that recorded a buffer, whose result can still be read.
+
+    ``because`` is reported as the cause where no ``mode.reason`` block may say otherwise.
+    """
     forks.check()
     with trace.lock:
         mine = get_ident()
         trace.enter(mine if buffer is None else buffer.recorder)
         try:
-            settle = _materialise()
+            settle = _materialise(because)
         finally:
             trace.enter(mine)
     settle()
     recompile_warnings.warn()
 
 
-def _materialise() -> Callable[[], None]:
+def _materialise(because: str) -> Callable[[], None]:
     """Run the present trace, and return how to check the conditions of its programs."""
     if trace.refusal is not None:
         raise trace.refusal()
@@ -118,7 +174,7 @@ def _materialise() -> Callable[[], None]:
         trace.reset()
         return lambda: None
     try:
-        settle = _run(live)
+        settle = _run(live, because)
     except Exception as error:
         restore(error)
         trace.reset()
@@ -130,10 +186,10 @@ def _materialise() -> Callable[[], None]:
     return settle
 
 
-def _run(live: list[Buffer]) -> Callable[[], None]:
+def _run(live: list[Buffer], because: str) -> Callable[[], None]:
     """Compute what these buffers hold, give them the arrays and empty the trace; return how to check the conditions."""
     wanted = tuple([buffer.held for buffer in live])
-    cause, line = sync_reasons.cause_and_line()
+    cause, line = sync_reasons.cause_and_line(because)
     run = _Run()
     staged = _stages(line, wanted)
 
@@ -208,7 +264,7 @@ class _Run:
     def _stage(
         self,
         family: Family,
-        program: XlaProgram | HostedProgram,
+        program: CompiledProgram | HostedProgram,
         wanted: tuple[Node, ...],
         interrupt: BaseException | None,
     ) -> BaseException | None:
@@ -230,20 +286,21 @@ class _Run:
                 interrupt = interrupt or (error if not isinstance(error, Exception) else None)
         raise AssertionError
 
-    def _find(self, family: Family, held: Set[int] = frozenset()) -> XlaProgram | HostedProgram:
-        program = family.find(dying(family, held), NOTHING)
+    def _find(self, family: Family, held: Set[int] = frozenset()) -> CompiledProgram | HostedProgram:
+        program = family.find(dying(family, held))
         self.known = self.known and family.known
         return program
 
     def _call(
         self,
         family: Family,
-        program: XlaProgram | HostedProgram,
+        program: CompiledProgram | HostedProgram,
         wanted: tuple[Node, ...],
         commit: Callable[[Sequence[Any]], None],
     ) -> None:
-        arrays = [trace.arrays[leaf.index] for leaf in program.arrays]
-        inputs = program.inputs(arrays, program.constants(trace), trace.draws[: program.draws])
+        arrays = [trace.arrays[at] for at in program.slots]  # type: ignore[index]  # no slot is a tuple
+        constants = program.pack_numbers(trace.numbers, trace.offsets)
+        inputs = program.arguments(arrays, constants, trace.draws[: program.draws])
         lines = dict(trace.lines)
         outputs: list[Any] = []
 
@@ -252,7 +309,7 @@ class _Run:
             commit(family.spread(wanted, found))
 
         donation.run(program.call, inputs, keep)
-        self._settle.append(partial(program.settle, outputs, lines))
+        self._settle.append(partial(program.report, outputs, lines))
 
     def settle(self) -> None:
         """Do what is to be done about the conditions of the programs."""
@@ -316,7 +373,8 @@ def _computed(nodes: set[Node]) -> dict[Node, Any]:
         return {}
     graph = Graph.of(tuple(nodes))
     program = HostedProgram(graph, backend_named("reference"))
-    arrays = program.call(*program.inputs([], program.constants(trace), []))
+    constants = program.pack_numbers(trace.numbers, trace.offsets)
+    arrays = program.call(*program.arguments([], constants, []))
     return dict(zip(graph.outputs, arrays, strict=True))
 
 

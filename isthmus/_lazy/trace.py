@@ -22,7 +22,7 @@ import torch
 from isthmus import config
 from isthmus._device.core import generator
 from isthmus._device.core.buffer import Buffer, Lost, Signature
-from isthmus._device.core.donation import Rewriting, settled
+from isthmus._device.core.donation import MARKERS, settled
 from isthmus._graph.nodes import Node, Type, leaf
 from isthmus._runtime.dtypes import to_torch_dtype
 from isthmus._runtime.host_arrays import LARGEST, NUMBER_DTYPES
@@ -87,6 +87,8 @@ class Trace:
             if not self.several or buffer.recorder == self.owner:
                 return held
             held = buffer.value  # runs the trace of the thread that recorded it
+        if type(held) in MARKERS:
+            held = settled(buffer)
         at = self.places.get(id(buffer))
         # A buffer that died may have left its address to another, but not its array.
         if at is not None and self.arrays[at] is held:
@@ -94,8 +96,6 @@ class Trace:
         at = self.places[id(buffer)] = len(self.arrays)
         if type(held) is Lost:
             raise held.error()
-        if type(held) is Rewriting:
-            held = settled(buffer)
         self.arrays.append(held)
         self.origins.append(ref(buffer))
         key = (at, buffer.signature)

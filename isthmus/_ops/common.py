@@ -1,31 +1,32 @@
-"""What families of lowerings share: promotion by torch's own rules, accumulation dtypes, dims."""
+"""What every family of lowerings shares: the array type, torch's promotion rules, casts, accumulation dtypes, dims.
+
+``cast`` is the one conversion between dtypes: XLA saturates and flushes where torch's CPU kernels wrap and round, so a
+plain ``astype`` to an integer, from a bool or to a float8 gives other numbers. ``promote`` asks torch itself.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import lax
-from torch._ops import OpOverload
+from jax.typing import DTypeLike
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as Promotion
 from torch._prims_common import elementwise_dtypes
 
-from isthmus._graph.names import Missing
-from isthmus._ops.known_schemas import arguments_of
-from isthmus._ops.registry import lowering
 from isthmus._runtime import compiler
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
-from isthmus.errors import Unsupported
 
-Array = Any
+Array = jax.Array
+DType = np.dtype[np.generic]
+Ints = Sequence[int]
 FLOAT8 = frozenset(np.dtype(getattr(jnp, name)) for name in dir(jnp) if name.startswith("float8_"))
 DEFAULT = Promotion.DEFAULT
 NO_OPMATH = Promotion.NO_OPMATH
@@ -33,6 +34,14 @@ INT_TO_FLOAT = Promotion.INT_TO_FLOAT
 ALWAYS_BOOL = Promotion.ALWAYS_BOOL
 COMPLEX_TO_FLOAT = Promotion.COMPLEX_TO_FLOAT
 BOOL_TO_LONG = Promotion.BOOL_TO_LONG
+
+Dtypes = tuple[type, ...]
+"""Scalar types as ``jnp.issubdtype`` takes them: what a lowering's ``dtypes=`` admits."""
+FLOATING: Dtypes = (jnp.floating,)
+INEXACT: Dtypes = (jnp.inexact,)
+REAL: Dtypes = (jnp.floating, jnp.integer, np.bool_)
+FLOAT32_OR_64: Dtypes = (np.float32, np.float64)
+LAPACK: Dtypes = (np.float32, np.float64, np.complex64, np.complex128)
 
 
 @dataclass(frozen=True)
@@ -43,29 +52,34 @@ class Number:
     kind: type
 
 
-def promote(*operands: Any, kind: Promotion = DEFAULT) -> tuple[np.dtype[Any], np.dtype[Any]]:
-    """Return torch's (computation dtype, result dtype) for these arrays and numbers."""
+Scalar = Number | bool | int | float | complex
+"""A ``Scalar`` argument: a ``Number`` in a program, a Python number where one lowering calls another."""
+Operand = Array | Scalar
+
+
+def promote(*operands: Operand | None, kind: Promotion = DEFAULT) -> tuple[DType, DType]:
+    """Return torch's (computation dtype, result dtype) for these arrays and numbers; None takes no part."""
     stand_ins = [_stand_in(operand) for operand in operands if operand is not None]
     compute, result = elementwise_dtypes(*stand_ins, type_promotion_kind=kind)
     return to_jax_dtype(compute), to_jax_dtype(result)
 
 
-def _stand_in(operand: Any) -> Any:
+def _stand_in(operand: Operand) -> torch.Tensor | bool | int | float | complex:
     if isinstance(operand, Number):
-        return operand.kind(1)
+        return operand.kind(1)  # type: ignore[no-any-return]
     if isinstance(operand, (bool, int, float, complex)):
         return operand
     return torch.empty((1,) * operand.ndim, dtype=to_torch_dtype(operand.dtype), device="meta")
 
 
-def is_bool(operand: Any) -> bool:
+def is_bool(operand: Operand) -> bool:
     """Return whether an array or a number is of truth values."""
     if isinstance(operand, Number):
         return operand.kind is bool
     return isinstance(operand, bool) or getattr(operand, "dtype", None) == jnp.bool_
 
 
-def cast(operand: Any, dtype: Any) -> Array:
+def cast(operand: Operand | np.ndarray, dtype: DTypeLike) -> Array:
     """Return an array or a number as an array of ``dtype``, converted as torch converts."""
     array = operand.value if isinstance(operand, Number) else jnp.asarray(operand)
     dtype = np.dtype(dtype)
@@ -83,18 +97,18 @@ def cast(operand: Any, dtype: Any) -> Array:
     return array.astype(dtype)
 
 
-def _truncated(array: Array, dtype: np.dtype[Any]) -> Array:
+def _truncated(array: Array, dtype: DType) -> Array:
     """Return floats as integers, where they do not fit as x86 converts them; XLA saturates and makes 0 of a nan.
 
     The processor has instructions for int32 and int64, which give the least integer for all that is out of range,
     nan included. Smaller types are the low bits of one of them; an uint32 and an uint8 are those of an int64.
     """
-    wide = np.dtype(np.int32 if dtype.name in ("int8", "int16", "uint16", "int32") else np.int64)
-    limit = 2.0 ** (8 * wide.itemsize - 1)
+    integer_dtype = np.dtype(np.int32 if dtype.name in ("int8", "int16", "uint16", "int32") else np.int64)
+    limit = 2.0 ** (8 * integer_dtype.itemsize - 1)
     if array.dtype.itemsize < 4:
         array = array.astype(jnp.float32)  # a float16 has no such limit
     inside = (array >= -limit) & (array < limit)
-    whole = jnp.where(inside, array.astype(wide), jnp.iinfo(wide).min).astype(dtype)
+    whole = jnp.where(inside, array.astype(integer_dtype), jnp.iinfo(integer_dtype).min).astype(dtype)
     if dtype != np.uint64:
         return whole
     # Above int64 the compiler subtracts its limit first; what is out of range then is 0.
@@ -103,30 +117,30 @@ def _truncated(array: Array, dtype: np.dtype[Any]) -> Array:
     )
 
 
-def _through_float32(array: Array, dtype: np.dtype[Any]) -> Array:
+def _through_float32(array: Array, dtype: DType) -> Array:
     """Return float8s as another type or another type as float8s: torch converts by way of float32, and saturates."""
     if array.dtype not in FLOAT8:
-        wide = cast(array, jnp.float32)
+        floats = cast(array, jnp.float32)
     elif array.dtype.name == "float8_e8m0fnu" and dtype.name in ("float64", "complex128", "bool"):
         # XLA flushes 2**-127, a denormal float32; so the exponent is put where a float64 has its own.
         bits = (lax.bitcast_convert_type(array, jnp.uint8).astype(jnp.uint64) + (1023 - 127)) << 52
-        wide = jnp.where(jnp.isnan(array), jnp.nan, lax.bitcast_convert_type(bits, jnp.float64))
+        floats = jnp.where(jnp.isnan(array), jnp.nan, lax.bitcast_convert_type(bits, jnp.float64))
     else:
-        wide = array.astype(jnp.float32)
+        floats = array.astype(jnp.float32)
         if jnp.issubdtype(dtype, jnp.integer) and array.dtype.name.endswith(("fnu", "fnuz")):
             # Their only nan is a constant to torch's compiler, which makes 0 of it.
-            wide = jnp.where(jnp.isnan(wide), 0, wide)
+            floats = jnp.where(jnp.isnan(floats), 0, floats)
     if dtype not in FLOAT8:
-        return cast(wide, dtype)
+        return cast(floats, dtype)
     if dtype.name == "float8_e8m0fnu":
-        return _exponents(wide, array)
+        return _exponents(floats, array)
     if dtype.name.endswith("fnuz"):
         # XLA joins two conversions to one, and that makes nan of negative numbers that round to 0: it has no -0.
-        wide = jnp.where(abs(wide) <= float(jnp.finfo(dtype).smallest_subnormal) / 2, 0.0, wide)
+        floats = jnp.where(abs(floats) <= float(jnp.finfo(dtype).smallest_subnormal) / 2, 0.0, floats)
     if dtype.name == "float8_e4m3fn" and _saturates():
         largest = float(jnp.finfo(dtype).max)
-        wide = jnp.where(jnp.isnan(wide), wide, jnp.clip(wide, -largest, largest))
-    return wide.astype(dtype)
+        floats = jnp.where(jnp.isnan(floats), floats, jnp.clip(floats, -largest, largest))
+    return floats.astype(dtype)
 
 
 @functools.cache
@@ -135,18 +149,20 @@ def _saturates() -> bool:
     return not torch.tensor(1e4).to(torch.float8_e4m3fn).float().isnan().item()
 
 
-def _exponents(wide: Array, array: Array) -> Array:
+def _exponents(floats: Array, array: Array) -> Array:
     """Return float32s as powers of two, rounded to the nearest, ties up; the sign is dropped, as torch does."""
-    bits = lax.bitcast_convert_type(wide, jnp.uint32)
+    bits = lax.bitcast_convert_type(floats, jnp.uint32)
     exponent = (bits >> 23) & 0xFF
     guard, rest = (bits & 0x400000) != 0, (bits & 0x3FFFFF) != 0
     # A tie goes up unless the exponent is 0, where the float32 is denormal.
     up = guard & (rest | (exponent > 0)) & (exponent < 0xFF)
-    found = (exponent + up).astype(jnp.uint8)
+    rounded = (exponent + up).astype(jnp.uint8)
     if array.dtype == np.float64:
         # XLA flushes what is denormal as a float32; torch rounds it, to 2**-127 or 2**-126.
-        found = jnp.where(abs(array) < 2.0**-126, abs(array) > 2.0**-127 + 2.0**-150, found).astype(jnp.uint8)
-    return lax.bitcast_convert_type(found, jnp.float8_e8m0fnu)
+        rounded = jnp.where(abs(array) < 2.0**-126, abs(array) > 2.0**-127 + 2.0**-150, rounded).astype(
+            jnp.uint8
+        )
+    return lax.bitcast_convert_type(rounded, jnp.float8_e8m0fnu)
 
 
 class _Linear(threading.local):
@@ -173,53 +189,7 @@ def divide(a: Array, b: Array) -> Array:
     return jnp.true_divide(a, b)
 
 
-def ordered(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of numbers that have an order; JAX has one for complex numbers, torch refuses them."""
-
-    def checked(*given: Any) -> Array:
-        if any(jnp.iscomplexobj(x) for x in given if x is not None):
-            raise Unsupported("an order of complex numbers, which torch refuses as well")
-        return fn(*given)
-
-    return checked
-
-
-def elementwise(
-    op: OpOverload | Missing,
-    function: Callable[..., Any],
-    *,
-    promote_as: Promotion = DEFAULT,
-    static: Sequence[str] = (),
-) -> None:
-    """File ``function`` for ``op``: it gets the operands in the computation dtype, in the schema's order.
-
-    Operands are the tensors and numbers of the schema; arguments named in ``static`` follow by keyword.
-    """
-    if isinstance(op, Missing):
-        lowering(op)(function)
-        return
-    arguments = arguments_of(op)
-    operands = [a.name for a in arguments if a.kind in ("tensor", "scalar") and a.name not in static]
-
-    def lowered(**values: Any) -> Array:
-        given = [values.pop(name) for name in operands if name in values]
-        compute, result = promote(*given, kind=promote_as)
-        inputs = [None if g is None else cast(g, compute) for g in given]
-        return cast(function(*inputs, **values), result)
-
-    lowered.__doc__ = function.__doc__
-    lowered.__signature__ = keyword_signature([*operands, *static])  # type: ignore[attr-defined]
-    lowered.__wrapped_function__ = function  # type: ignore[attr-defined]
-    lowering(op, static=static)(lowered)
-
-
-def keyword_signature(names: Sequence[str]) -> inspect.Signature:
-    """Return a signature of these keyword parameters, for a lowering written as ``**values``."""
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Signature([inspect.Parameter(name, kind) for name in names])
-
-
-def accumulation_dtype(dtype: Any) -> np.dtype[Any]:
+def accumulation_dtype(dtype: DTypeLike) -> DType:
     """Return the dtype torch accumulates ``dtype`` in: at least float32."""
     dtype = np.dtype(dtype)
     if dtype in (np.dtype(jnp.bfloat16), np.dtype(np.float16)):
@@ -227,7 +197,7 @@ def accumulation_dtype(dtype: Any) -> np.dtype[Any]:
     return dtype
 
 
-def product_dtype(dtype: Any) -> np.dtype[Any]:
+def product_dtype(dtype: DTypeLike) -> DType:
     """Return the dtype products of matrices and convolutions of ``dtype`` are asked for.
 
     Accelerators accumulate half types in float32 whatever the result is, and round it as they store it. On the CPU
@@ -251,3 +221,23 @@ def wrap_dims(dim: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
         return tuple(range(ndim))
     dims = (dim,) if isinstance(dim, int) else tuple(dim)
     return tuple(wrap_dim(d, ndim) for d in dims) if ndim else ()
+
+
+def each_dim(value: Ints, n: int) -> list[int]:
+    """Return one value per spatial dim: torch lets one stand for all."""
+    return list(value) * n if len(value) == 1 else list(value)
+
+
+def transpose_of(function: Callable[[Array], Array], shape: Ints, dtype: DTypeLike, grad: Array) -> Array:
+    """Return the transpose of a linear function of an array of this shape and dtype, applied to ``grad``."""
+    like = jax.ShapeDtypeStruct(tuple(shape), dtype)  # type: ignore[no-untyped-call]
+    (out,) = jax.linear_transpose(function, like)(grad)
+    return out
+
+
+def rounded(x: Array, dtype: DTypeLike) -> Array:
+    """Return ``x`` with the precision of ``dtype``: a conversion there and back may be left out by XLA."""
+    if accumulation_dtype(dtype) == dtype:
+        return x
+    info = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(x, info.nexp, info.nmant)

@@ -6,11 +6,10 @@ As an op of its own such a check is part of the program that computes, in every 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from isthmus._ops.common import Array
 from isthmus._ops.registry import lowering
 from isthmus._ops.value_checks import require
 
@@ -27,7 +26,7 @@ _library.impl("require", _on_meta, "Meta")
 
 
 @lowering(torch.ops.isthmus.require.default)
-def _required(self: Any, holds: Any, message: str) -> Any:
+def _required(self: Array, holds: Array, message: str) -> Array:
     """``self``, if every element of ``holds`` is true; a RuntimeError else."""
     require(holds, RuntimeError, message)
     return self

@@ -6,9 +6,10 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax.numpy as jnp
+
+from isthmus._ops.common import Array
 
 _local = threading.local()
 
@@ -17,10 +18,10 @@ _local = threading.local()
 class Checks:
     """The conditions found while one program was traced, and what to raise for each."""
 
-    flags: list[Any] = field(default_factory=list)
+    flags: list[Array] = field(default_factory=list)
     errors: list[tuple[type[Exception], str]] = field(default_factory=list)
 
-    def first_failed(self, before: Any) -> Any:
+    def first_failed(self, before: Array) -> Array:
         """Return the number of the first condition that fails, counted from 1, unless one has failed before."""
         held = jnp.stack(self.flags)
         return jnp.where(
@@ -32,16 +33,16 @@ class Checks:
 def collecting() -> Iterator[Checks]:
     """Collect the conditions that lowerings require inside this block."""
     outer = getattr(_local, "checks", None)
-    _local.checks = found = Checks()
+    _local.checks = checks = Checks()
     try:
-        yield found
+        yield checks
     finally:
         _local.checks = outer
 
 
-def require(ok: Any, error: type[Exception], message: str) -> None:
+def require(ok: Array | bool, error: type[Exception], message: str) -> None:
     """Raise ``error`` on the host unless ``ok`` turns out true when the program runs."""
-    found = getattr(_local, "checks", None)
-    if found is not None:
-        found.flags.append(jnp.all(ok))
-        found.errors.append((error, message))
+    checks = getattr(_local, "checks", None)
+    if checks is not None:
+        checks.flags.append(jnp.all(ok))
+        checks.errors.append((error, message))

@@ -1,4 +1,4 @@
-"""Checksums of a folder's files, kept in one of them: what a checkpoint is, and whether it still is.
+"""Checksums of a folder's files, in one of them: whether a checkpoint is still what was written.
 
 ``isthmus.sha256`` is a list that ``sha256sum -c isthmus.sha256`` checks too; its last line, a comment there, is the
 checksum of the list itself.
@@ -19,9 +19,9 @@ _REMEDY = "copy it again from where it came, or load an older checkpoint"
 
 
 def seal(folder: Path) -> None:
-    """Bring a folder to the disk, with the checksums of its files."""
-    found = files.sync_tree(folder)
-    lines = "".join(f"{digest}  {name}\n" for name, digest in found.items()).encode()
+    """Write the list of checksums of a folder's files, after all of them have reached the disk."""
+    digests = files.sync_tree(folder)
+    lines = "".join(f"{digest}  {name}\n" for name, digest in digests.items()).encode()
     files.write(folder / LIST, lines + b"# %s\n" % hashlib.sha256(lines).hexdigest().encode())
 
 
@@ -49,7 +49,7 @@ def _listed(folder: Path, shown: object) -> dict[str, str]:
 
 
 def _difference(folder: Path, name: str, digest: str) -> str:
-    """Return what is wrong with a file of a list, or nothing."""
+    """Return the reason to refuse a file of a list; "" where there is none."""
     inside = PurePosixPath(name)
     if inside.is_absolute() or ".." in inside.parts or not inside.parts:
         return "its name leads out of the checkpoint"
@@ -58,8 +58,8 @@ def _difference(folder: Path, name: str, digest: str) -> str:
             mode = (folder / above).lstat().st_mode
         except (FileNotFoundError, NotADirectoryError):
             return "it is not there"
-        wanted = stat.S_ISREG if above is inside else stat.S_ISDIR
-        if above.parts and not wanted(mode):
+        is_expected = stat.S_ISREG if above is inside else stat.S_ISDIR
+        if above.parts and not is_expected(mode):
             return "it is a link, or not the file it was"
     with open(folder / name, "rb") as file:
         return "" if files.checksum(file) == digest else "its checksum is wrong"

@@ -1,4 +1,25 @@
-"""From a pure function to an executable: traced and compiled with 64-bit types on, whatever the user chose."""
+"""From a pure function of arrays to an executable: trace, lower, compile, and the cheapest way to call it.
+
+Every program of every mode is compiled here, by ``build``: plans of eager ops (``_device/core``), recorded graphs
+(``_lazy/xla.py``), graphs of ``torch.compile`` (``_dynamo/specialization.py``) and JAX functions on tensors of other
+devices (``_interop/traced_functions.py``)::
+
+    executable = build(lambda x, y: (x + y,), [x, y], donate=(0,))
+    (out,) = executable.call(x, y)          # x is gone: its memory is that of the result
+    executable.seconds                      # {"trace": 0.001, "lower": 0.002, "xla": 0.031}
+
+What happens around JAX's own three stages, and why it is in one place:
+
+- 64-bit types are on (``scoped_x64``), since torch has int64 and float64 and JAX's default has not. The switch is
+  scoped to this thread and to our tracing; the user's configuration is never changed.
+- One thread compiles at a time. Sizes that overflow inside XLA are refused before it sees them (``memory.check``).
+- An executable from an earlier process is loaded instead of compiled where ``config.cache`` names a folder
+  (``executable_cache.py``); compilations and loads are counted (``counters.py``).
+- In a process that was forked after JAX started, ``forks.check`` raises: XLA would wait for threads that are not there.
+
+``build`` raises ``torch.OutOfMemoryError`` for a program that cannot fit, and XLA's own error for any other failure;
+``may_pass`` says whether trying again makes sense.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +45,15 @@ from isthmus._runtime import (
     progress,
 )
 
+Array = jax.Array
 Function = Callable[..., Any]
-# XLA's compiler runs without the interpreter lock, so two threads may meet here; one compiles at a time.
+# XLA's compiler runs without the interpreter lock, so two threads may meet here. Reentrant: tracing runs
+# Python, which may compile another program in its turn.
 _lock = threading.RLock()
 
 
 class _Scope(threading.local):
-    """What the user chose for 64-bit types on this thread, while they are on for our sake."""
+    """What the user chose for 64-bit types on this thread, while ``scoped_x64`` has them on; None outside of it."""
 
     chosen: bool | None = None
 
@@ -40,9 +63,11 @@ _scope = _Scope()
 
 @contextlib.contextmanager
 def scoped_x64() -> Iterator[None]:
-    """Make int64 and float64 real, for this thread and no longer."""
+    """Make int64 and float64 real, on this thread and until the block ends."""
     before = _scope.chosen
-    _scope.chosen = chosen_x64()
+    _scope.chosen = (
+        chosen_x64()
+    )  # in a nested scope still the user's choice, not the True of the scope around it
     try:
         with jax.enable_x64(True):
             yield
@@ -51,12 +76,12 @@ def scoped_x64() -> Iterator[None]:
 
 
 def chosen_x64() -> bool:
-    """Return whether the user has 64-bit types on, on this thread."""
+    """Return whether the user has 64-bit types on, on this thread: what JAX said before ``scoped_x64``."""
     return has_x64() if _scope.chosen is None else _scope.chosen
 
 
 def has_x64() -> bool:
-    """Return whether 64-bit types are on, on this thread."""
+    """Return whether 64-bit types are on now, on this thread."""
     return bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
 
 
@@ -70,13 +95,13 @@ class Executable:
     """A compiled function: the cheapest way to call it, JAX's stages it came from, and the seconds each took."""
 
     call: Function
-    lowered: Any
-    compiled: Any
+    lowered: jax.stages.Lowered
+    compiled: jax.stages.Compiled
     seconds: dict[str, float]
 
 
 def compile(function: Function, inputs: Sequence[Any], donate: tuple[int, ...] = ()) -> Function:
-    """Compile the function of one op for inputs of these shapes and return the cheapest way to call it."""
+    """Compile the function of one op for inputs of these shapes; return the cheapest way to call it."""
     return build(
         function, inputs, donate, cpu_compile_options.options_for if platform() == "cpu" else None
     ).call
@@ -86,15 +111,23 @@ def build(
     function: Function,
     inputs: Sequence[Any],
     donate: tuple[int, ...] = (),
-    options: Mapping[str, Any] | Callable[[Any], dict[str, Any]] | None = None,
+    options: Mapping[str, Any] | Callable[[jax.stages.Traced], dict[str, Any]] | None = None,
     title: str = "",
 ) -> Executable:
-    """Compile ``function`` for inputs of these shapes, with options for XLA, and keep what can be told about it."""
-    forks.check()  # before the lock, which a thread of the parent may have held
+    """Compile ``function`` for inputs of these shapes.
+
+    Arguments:
+        function: a pure function of as many arguments as there are inputs; it may return any pytree of arrays.
+        inputs: arrays or pytrees of arrays; shapes and dtypes are read, values are not.
+        donate: the numbers of inputs whose memory the results may take; each is deleted by a call.
+        options: options for XLA, or a function of the traced program that chooses them.
+        title: what a terminal is shown if this takes over two seconds; nothing is shown without one.
+    """
+    forks.check()  # before the lock, which a thread of the parent may have held at the fork
     clock = Clock()
     with _lock, scoped_x64(), progress.line(title), private.forgetting_callers():
         traced = jax.jit(function, donate_argnums=donate).trace(*jax.tree.map(abstract, list(inputs)))
-        memory.check(traced.jaxpr.jaxpr)
+        memory.check(traced.jaxpr.jaxpr)  # before XLA, which ends the process where a size overflows
         options = options(traced) if callable(options) else dict(options or {})
         clock.lap("trace")
         lowered = traced.lower()
@@ -109,17 +142,18 @@ def build(
                 raise
             executable_cache.save(compiled, lowered, donate, options)
         clock.lap("xla")
+    # A load from disk is one of the compilations too; the counter "loaded from disk" says how many of them were.
     counters.count_compilation(clock.laps)
     return Executable(private.fast_call(compiled), lowered, compiled, clock.laps)
 
 
-# What XLA calls failures that have nothing to do with the program itself, and so may not happen again.
-_PASSING = ("UNAVAILABLE", "ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "UNKNOWN")
+# Status codes of failures that have nothing to do with the program itself, and so may not happen again.
+_TRANSIENT = ("UNAVAILABLE", "ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "UNKNOWN")
 
 
 def may_pass(error: BaseException) -> bool:
-    """Return whether compiling may succeed the next time, as far as XLA's status code tells."""
-    return isinstance(error, jax.errors.JaxRuntimeError) and str(error).startswith(_PASSING)
+    """Return whether compiling may succeed the next time, judged by XLA's status code."""
+    return isinstance(error, jax.errors.JaxRuntimeError) and str(error).startswith(_TRANSIENT)
 
 
 class Clock:
@@ -136,7 +170,7 @@ class Clock:
 
 
 def inline(function: Function) -> Function:
-    """Return ``function`` to be called on tracers, with 64-bit types on."""
+    """Return ``function`` with 64-bit types on: called on tracers of a user's transformation instead of compiled."""
 
     def call(*inputs: Any) -> Any:
         with scoped_x64():
@@ -146,10 +180,10 @@ def inline(function: Function) -> Function:
 
 
 @functools.cache
-def default_device() -> Any:
-    """Return the JAX device tensors live on."""
+def default_device() -> jax.Device:
+    """Return the JAX device tensors live on; the first call starts JAX's backend."""
     device = jax.local_devices()[0]
-    gpu_alloc_gaps.leave(device)
+    gpu_alloc_gaps.leave(device)  # before the first array takes memory
     return device
 
 
@@ -159,13 +193,16 @@ def platform() -> str:
 
 
 def wait() -> None:
-    """Wait for what this thread began, results that nobody kept included: a device does one thing after another."""
+    """Wait for all that this thread has launched, results that were dropped included.
+
+    A device runs programs in the order they were launched, so waiting for one more program waits for all.
+    """
     forks.check()
-    call, zero = _something()
+    call, zero = _last_program()
     call(zero).block_until_ready()
 
 
 @functools.cache
-def _something() -> tuple[Function, Any]:
-    """Return a program to be run after all others, and its argument."""
+def _last_program() -> tuple[Function, Array]:
+    """Return the program that ``wait`` launches after all others, and its argument."""
     return jax.jit(lambda x: x + 1), jax.device_put(np.zeros((), np.float32), default_device())

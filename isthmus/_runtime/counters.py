@@ -1,4 +1,8 @@
-"""Counters and timers that are always on: of compilations, transfers, programs, and what made them run."""
+"""Counters and timers that are always on: compilations, transfers, programs run and why, ops that fell to the CPU.
+
+``isthmus.metrics`` is the public view of them. A count is one dict update under a lock; nothing here is on the path of
+an eager op that has its plan.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ counts: Counter[str] = Counter()
 seconds: defaultdict[str, float] = defaultdict(float)
 fallbacks: Counter[str] = Counter()
 reasons: dict[str, str] = {}
-# By what asked for a value, and the line of the user's code that did.
+# By the cause (".item()", "the limit on graph size") and the line of the user's code, "file.py:12".
 materialisations: Counter[tuple[str, str]] = Counter()
 
 
@@ -22,7 +26,7 @@ def count(name: str, by: int = 1) -> None:
 
 
 def count_fallback(op: str, reason: str) -> bool:
-    """Count a fall of ``op`` to the CPU and return whether it is the first."""
+    """Count a fallback of ``op`` to the CPU; return whether it is the first."""
     with _lock:
         fallbacks[op] += 1
         reasons[op] = reason
@@ -38,7 +42,7 @@ def count_compilation(laps: Mapping[str, float]) -> None:
 
 
 def count_materialisation(cause: str, line: str, known: bool) -> None:
-    """Count a run of what lazy mode recorded, by a program that was ``known`` or had to be compiled."""
+    """Count a run of a recorded graph, by a program that was ``known`` or had to be compiled."""
     with _lock:
         counts["programs run"] += 1
         counts["program cache hits" if known else "program cache misses"] += 1
@@ -46,7 +50,7 @@ def count_materialisation(cause: str, line: str, known: bool) -> None:
 
 
 def clear() -> None:
-    """Forget every count."""
+    """Set every count to zero."""
     with _lock:
-        for kept in (counts, seconds, fallbacks, reasons, materialisations):
-            kept.clear()
+        for table in (counts, seconds, fallbacks, reasons, materialisations):
+            table.clear()

@@ -1,4 +1,4 @@
-"""torch dtypes and JAX dtypes, one table both ways."""
+"""torch dtypes and JAX dtypes: one table, both ways. What only one of the two has is refused by name."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ def _scalar_type(name: str) -> Any:
     return np.bool_ if name == "bool" else getattr(jnp, name, None)
 
 
+# A dtype that this release of torch or JAX lacks (the float8 types came one by one) is left out.
 _TO_JAX: dict[torch.dtype, np.dtype[Any]] = {
     getattr(torch, name): np.dtype(_scalar_type(name))
     for name in _NAMES
@@ -45,7 +46,7 @@ _TO_TORCH = {value: key for key, value in _TO_JAX.items()}
 
 
 def to_jax_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    """Return JAX's dtype for torch's, or raise torch's kind of error."""
+    """Return JAX's dtype for torch's; raise TypeError for one that XLA does not have."""
     try:
         return _TO_JAX[dtype]
     except KeyError:

@@ -46,8 +46,8 @@ except ImportError:  # Windows
 T = TypeVar("T")
 _PREFIX, _SUFFIX = ".isthmus-", ".tmp"
 _REPLACED, _NAME = "replaced", "name"
-"""In a staging folder: the old folder, between the two renames, and a file with the name it had."""
-_A_DAY = 86_400.0
+"""In a staging folder: the old folder, between the two renames, and a file that holds the name it had."""
+_A_DAY = 86_400.0  # where there are no locks, a temporary file this old counts as abandoned
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
 
@@ -152,17 +152,17 @@ def whole(path: Path) -> Path:
 
 
 def identity(path: Path) -> tuple[int, int, int] | None:
-    """Return what tells a file or folder from the one that replaces it, None where there is none."""
+    """Return a value that differs between a file or folder and its replacement; None where there is none."""
     try:
-        found = path.stat()
+        about = path.stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino, found.st_mtime_ns
+    return about.st_dev, about.st_ino, about.st_mtime_ns
 
 
 def steadily(read: Callable[[], T], version: Callable[[], Any]) -> T:
-    """Return what ``read`` does; where it raises because another process replaced the files meanwhile, read again."""
-    for _ in range(50):
+    """Return ``read()``; where it raises because another process replaced the files meanwhile, call it again."""
+    for _ in range(50):  # a writer that replaces them faster than this is no accident
         before = version()
         try:
             return read()
@@ -202,16 +202,16 @@ def _remove_stage(stage: Path) -> None:
 
 def sync_tree(folder: Path) -> dict[str, str]:
     """Bring all files of a folder to the disk, and return their checksums (sha256) by their names in it."""
-    found = {}
+    digests = {}
     for place, folders, names in os.walk(folder):
-        folders.sort()
+        folders.sort()  # the list of checksums is the same on every machine
         for name in sorted(names):
             file = Path(place, name)
             with open(file, "rb") as opened:
-                found[file.relative_to(folder).as_posix()] = checksum(opened)
+                digests[file.relative_to(folder).as_posix()] = checksum(opened)
                 os.fsync(opened.fileno())
         sync_folder(Path(place))
-    return found
+    return digests
 
 
 def checksum(file: IO[bytes]) -> str:
@@ -233,11 +233,11 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def is_ours(found: os.stat_result) -> bool:
-    """Return whether nobody else can write to a file or folder: this user owns it, and its mode says so."""
+def is_ours(about: os.stat_result) -> bool:
+    """Return whether no other user can write to a file or folder: this user owns it, and its mode says so."""
     if not hasattr(os, "geteuid"):  # Windows, where modes say nothing
         return True
-    return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return about.st_uid == os.geteuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _mark(name: str) -> str:
@@ -297,7 +297,7 @@ def _claim(handle: int, name: Path) -> bool:
 
 @contextlib.contextmanager
 def _if_abandoned(left: Path) -> Iterator[bool]:
-    """Yield whether nobody writes a temporary file any more, and keep others from claiming it meanwhile."""
+    """Yield whether a temporary file has lost its writer, and keep others from claiming it meanwhile."""
     if fcntl is None:
         yield _is_old(left)
         return

@@ -1,8 +1,9 @@
-"""Processes forked after JAX started: its threads are not there, so what waits for them waits for ever.
+"""Processes forked after JAX started: JAX's threads are not in the child, so whatever waits for them never returns.
 
-A forked child is told so by the first thing it does on the device, as torch tells it about CUDA. ``watch`` is called
-when the device is loaded; what compiles, copies to or from the host, or looks for a compiled program, asks ``check``.
-Programs that were compiled before the fork are hidden by ``on_fork``, so that running ops one by one asks nothing.
+The first use of the device in a forked child raises, as torch does for CUDA. ``watch`` is called when the device is
+loaded. Every function that compiles, copies to or from the host, or looks up a compiled program calls ``check``. An
+eager op with a plan calls no such function: its lookup must stay one dict access. So the caches of plans register in
+``on_fork`` and are emptied in the child, where the next call then misses and reaches ``check``.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from typing import Any
 forked = False
 on_fork: list[Callable[[], None]] = []
 _watched = False
-# Executables must not be freed in a child: XLA's destructors wait for threads, too.
-_kept: list[Any] = []
+# Executables must not be freed in a child: their destructors wait for XLA's threads too.
+_never_freed: list[Any] = []
 
 
 def watch() -> None:
-    """Look out for forks from now on."""
+    """Mark forked children from now on."""
     global _watched
     if not _watched and hasattr(os, "register_at_fork"):  # Windows has no forks
         _watched = True
@@ -39,7 +40,7 @@ def _mark() -> None:
 
 def empty(programs: dict[Any, Any]) -> None:
     """Empty a dict of programs without freeing them."""
-    _kept.append(dict(programs))
+    _never_freed.append(dict(programs))
     programs.clear()
 
 

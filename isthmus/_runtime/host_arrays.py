@@ -1,4 +1,8 @@
-"""Arrays from the host: Python numbers, kept on the device once seen, and numpy arrays, always copied."""
+"""Transfers between host and device: Python numbers, cached on the device, and numpy arrays, always copied.
+
+A Python number in an op (``x * 3``) is an input of its program, so that another number needs no other program. To
+upload 3 at every call would cost more than the op; ``device_number`` keeps its array.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from isthmus import _caches
 from isthmus._runtime import forks
 from isthmus._runtime.compiler import default_device, scoped_x64
 from isthmus._runtime.private import forgetting_callers
@@ -15,12 +20,17 @@ from isthmus.errors import TracedValueError
 
 NUMBER_DTYPES = {bool: np.bool_, int: np.int64, float: np.float64, complex: np.complex128}
 LARGEST = 2**63 - 1  # of an int64; a number above it is a uint64
+Array = jax.Array
 _CACHE_LIMIT = 4096
-_numbers: dict[tuple[type, Any], Any] = {}
+# A plain dict, emptied when it is full: it is read for every number of every eager op, where a lock would show.
+_numbers: dict[tuple[type, Any], Array] = {}
+_caches.register(
+    "Python numbers on the device", _CACHE_LIMIT, lambda: len(_numbers), lambda: _numbers.clear()
+)
 
 
-def device_number(value: Any) -> Any:
-    """Return a 0-dim array holding a Python number in its widest type."""
+def device_number(value: Any) -> Array:
+    """Return a 0-dim array holding a Python number in its widest type: int64 (or uint64), float64, complex128."""
     kind = type(value)
     # 0.0 and -0.0 are equal and hash alike, and so do complex numbers made of them.
     key = (kind, value) if value and kind is not complex else (kind, repr(value))
@@ -38,17 +48,17 @@ def _as_numpy(value: Any) -> np.ndarray[Any, Any]:
     return np.asarray(value, NUMBER_DTYPES[type(value)])
 
 
-def from_numpy(array: np.ndarray[Any, Any]) -> Any:
+def from_numpy(array: np.ndarray[Any, Any]) -> Array:
     """Return ``array`` on the device, in memory of its own."""
     forks.check()
-    # A decomposition may ask while its program is traced: the array must be a value, not a tracer of it.
+    # A decomposition may call this while its program is traced: the array must be a value, not a tracer.
     with scoped_x64(), jax.ensure_compile_time_eval(), forgetting_callers():
-        # device_put may alias the numpy memory on the CPU platform; the tensor it came from can still change.
+        # On the CPU platform device_put may alias the numpy memory, and the tensor that owns it can still change.
         return jax.device_put(np.array(array, copy=True), default_device())
 
 
 def to_numpy(value: Any) -> np.ndarray[Any, Any]:
-    """Return the contents of a jax array; the memory may be shared and must not be written."""
+    """Return the contents of a JAX array; the memory may be shared with it and must not be written."""
     if isinstance(value, jax.core.Tracer):
         raise TracedValueError(
             f"{user_line() or 'torch code'} reads the value of a tensor ({value.dtype}{list(value.shape)}) that JAX is "

@@ -1,12 +1,14 @@
-"""Sizes no device has memory for, refused before XLA sees them: it ends the process where a size overflows.
+"""Out of memory: sizes that no device holds are refused before XLA sees them, and a full device is an error of torch's.
 
+XLA ends the process where the bytes of an array overflow an int64, so sizes are checked first:
 ``torch.empty(2**62, 2, device="jax")`` is refused in torch's words, ``torch.empty(2**53, device="jax")`` with a
-``torch.OutOfMemoryError``. A program is looked at once, when it is compiled, and the results of a call when it is first
-recorded, so that a trace is not lost by one of its ops.
+``torch.OutOfMemoryError``. A program is checked once, when it is compiled (``compiler.build``); the results of a lazy
+op when it is first recorded (``_lazy/node_builder.py``), so that one op does not cost the rest of the trace.
 
-Sizes that the device could hold may still not fit beside what it holds. XLA says so when a program runs
-(RESOURCE_EXHAUSTED); then ``make_room`` drops what can be made again, the program is run once more, and if that fails
-as well ``exhausted`` is the error: torch's own, with the largest arrays.
+Sizes that the device could hold may still not fit beside the arrays it has. XLA reports that when a program runs
+(RESOURCE_EXHAUSTED). The code that runs programs (``_device/core/donation.py``, ``entry.py``) then calls ``make_room``,
+which empties the caches registered in ``on_pressure``, and runs the program once more; if that fails as well,
+``exhausted`` makes the error: torch's own type, with the largest arrays on the device.
 """
 
 from __future__ import annotations
@@ -21,22 +23,22 @@ from typing import Any
 
 import jax
 import torch
-from jax.extend.core import jaxprs_in_params
+from jax.extend.core import Jaxpr, jaxprs_in_params
 
-# XLA counts the bytes of an array in an int64, and ends the process where they overflow; an eighth of that is left
-# for the wider types in which it computes.
+# XLA counts the bytes of an array in an int64, and ends the process where they overflow. An eighth of 2**63: a float8
+# array may be computed in float64.
 _OVERFLOW = 2**60
 LARGEST = 2**63 - 1
-# How many kinds of arrays the error names.
+# How many kinds (dtype and shape) of arrays the error lists.
 _NAMED = 5
 
 on_pressure: list[Callable[[], Any]] = []
-"""Functions that drop what can be made again; called where a program finds no memory."""
+"""Functions that empty a cache; called where a program finds no memory."""
 
 
 @functools.cache
 def total() -> int:
-    """Return how many bytes the device has; on a CPU, the machine's memory and what it may swap."""
+    """Return how many bytes the device has; on a CPU, the machine's memory and its swap space."""
     from isthmus._runtime.compiler import default_device
 
     stats = default_device().memory_stats() or {}
@@ -53,7 +55,7 @@ def _machine() -> int:
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):
-        return _OVERFLOW  # nobody knows, so only what overflows is refused
+        return _OVERFLOW  # unknown, so only what overflows is refused
 
 
 def nbytes(shape: Iterable[int], dtype: Any) -> int:
@@ -62,7 +64,7 @@ def nbytes(shape: Iterable[int], dtype: Any) -> int:
 
 
 def require(size: int) -> None:
-    """Raise unless the device could hold so many bytes."""
+    """Raise torch.OutOfMemoryError unless the device could hold so many bytes."""
     if size > total():
         raise torch.OutOfMemoryError(
             f"device 'jax' is out of memory: tried to allocate {size} bytes, but it has {total()} in all"
@@ -79,18 +81,18 @@ def require_room(kinds: Iterable[tuple[tuple[int, ...], Any]]) -> None:
 
 
 def require_countable(shape: Iterable[int], dtype: Any) -> None:
-    """Raise if an array's size overflows inside XLA, which multiplies the other sizes of an empty array, too."""
+    """Raise if an array's size overflows inside XLA, which multiplies the other sizes of an empty array too."""
     if nbytes([n or 1 for n in shape], dtype) > _OVERFLOW:
         raise torch.OutOfMemoryError(f"XLA cannot count the bytes of an array of sizes {list(shape)}")
 
 
-def check(jaxpr: Any) -> None:
+def check(jaxpr: Jaxpr) -> None:
     """Raise if a program returns more than the device holds, or has an array whose size XLA cannot count."""
     require(sum(_size(variable) for variable in {id(v): v for v in jaxpr.outvars}.values()))
     _check_within(jaxpr)
 
 
-def _check_within(jaxpr: Any) -> None:
+def _check_within(jaxpr: Jaxpr) -> None:
     for equation in jaxpr.eqns:
         for variable in equation.outvars:
             require_countable(getattr(variable.aval, "shape", ()), getattr(variable.aval, "dtype", None))
@@ -104,21 +106,21 @@ def _size(variable: Any) -> int:
 
 
 def is_exhausted(error: BaseException) -> bool:
-    """Return whether XLA found no memory, to run a program in or to try out ways to compile it."""
+    """Return whether XLA found no memory, to run a program or to try out ways to compile it (GPU autotuning)."""
     return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
-def make_room(error: BaseException, inputs: Sequence[Any]) -> None:
-    """Drop what can be made again, so that the program may be tried once more; raise if its inputs are gone."""
+def make_room(error: BaseException, inputs: Sequence[object]) -> None:
+    """Empty caches, so that the program may be run once more; raise ``error`` if donated inputs are gone."""
     if any([isinstance(value, jax.Array) and value.is_deleted() for value in inputs]):
         raise error
     for drop in on_pressure:
         drop()
-    gc.collect()  # tensors in cycles hold arrays that nobody can reach
+    gc.collect()  # unreachable tensors in reference cycles still hold arrays
 
 
 def exhausted(error: BaseException) -> torch.OutOfMemoryError:
-    """Return torch's error for what XLA said, with what the device holds."""
+    """Return torch's error for XLA's, with what the device holds."""
     from isthmus._runtime.compiler import default_device
 
     arrays = [array for array in jax.live_arrays() if not array.is_deleted()]
@@ -126,10 +128,10 @@ def exhausted(error: BaseException) -> torch.OutOfMemoryError:
     sizes = {kind: count * nbytes(kind[1], jax.numpy.dtype(kind[0])) for kind, count in kinds.items()}
     largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:_NAMED]
     lines = [f"{kinds[k]} x {k[0]}{list(k[1])}: {sizes[k]} bytes" for k in largest]
-    said = str(error).split("\n")[0]
+    reason = str(error).split("\n")[0]
     used = (default_device().memory_stats() or {}).get("bytes_in_use", sum(sizes.values()))
     return torch.OutOfMemoryError(
-        f"device 'jax' is out of memory: {said}\n"
+        f"device 'jax' is out of memory: {reason}\n"
         f"  in use       {used} of {total()} bytes; {len(arrays)} arrays, the largest:\n"
         + "".join(f"               {line}\n" for line in lines)
         + "  to go on     a smaller batch, torch.utils.checkpoint, or del what is not needed"

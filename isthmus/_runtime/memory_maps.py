@@ -1,5 +1,7 @@
-"""Memory maps: Linux gives a process 65,530 of them, an executable of XLA's takes from two to hundreds, and without
-one more XLA's compiler dies.
+"""How many memory maps the process has left.
+
+Linux gives a process 65,530 memory maps by default. An executable of XLA's takes from two to hundreds, and when none is
+left XLA's compiler ends the process. Caches of executables (``_device/core/plan_cache.py``) drop entries in time.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ def crowded() -> bool:
 
 
 def count() -> int:
-    """Return how many memory maps the process has; none where they are not told."""
+    """Return how many memory maps the process has; 0 where the system does not list them."""
     return _MAPS.read_bytes().count(b"\n") if _MAPS.exists() else 0
 
 

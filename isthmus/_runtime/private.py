@@ -14,17 +14,18 @@ from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
 import jax
-from jax.extend.core import Primitive, get_opaque_trace_state
+from jax.extend.core import Jaxpr, Primitive, get_opaque_trace_state
 from jax.interpreters import partial_eval
 
 from isthmus._upstream import choose, optional, switch_off, switched_off
 
+Array = jax.Array
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def _eager_trace_state() -> Any:
-    """Return what JAX's trace state is where nothing is traced: that of a new thread."""
+    """Return JAX's trace state where nothing is traced: that of a new thread."""
     states: list[Any] = []
     thread = threading.Thread(target=lambda: states.append(get_opaque_trace_state()))
     thread.start()
@@ -60,8 +61,8 @@ def _traceback_scope() -> Callable[[], AbstractContextManager[Any]]:
         return TracebackScope
 
 
-# JAX keeps the code of all callers with what it makes, to tell where that came from; under this guard it does not.
-# Dynamo frees a compiled function when the code it made for it dies, so the function's own arrays must not keep it.
+# JAX keeps the code objects of all callers with its arrays and programs, to say where those came from; in this scope it
+# does not. Dynamo frees a compiled function when the code it generated dies, which our arrays must not keep alive.
 forgetting_callers: Callable[[], AbstractContextManager[Any]] = choose(
     "_runtime.private.forgetting_callers",
     "functions under torch.compile are not freed before the process ends",
@@ -83,7 +84,7 @@ def fast_call(compiled: jax.stages.Compiled) -> Callable[..., Any]:
 
 @optional("exported programs name the files they were made from", otherwise=lambda bytecode: bytecode)
 def without_locations(bytecode: bytes) -> bytes:
-    """Return a portable artifact of StableHLO without the places in Python code that its operations came from."""
+    """Return a portable artifact of StableHLO without locations: files and lines of Python code."""
     from jax.extend import mlir
     from jax.extend.mlir import ir, passmanager
 
@@ -98,7 +99,7 @@ def without_locations(bytecode: bytes) -> bytes:
 
 
 def entry_type(bytecode: bytes) -> str:
-    """Return the type of the function that a portable artifact of StableHLO starts with, as text."""
+    """Return the type of the main function of a portable artifact of StableHLO, as text."""
     from jax.extend import mlir
     from jax.extend.mlir import ir
 
@@ -112,11 +113,11 @@ def entry_type(bytecode: bytes) -> str:
     "a signature that does not fit its exported program may be found late", otherwise=lambda bytecode: None
 )
 def entry_type_if_known(bytecode: bytes) -> str | None:
-    """Return the same for what this JAX itself has just exported."""
+    """Return ``entry_type`` of what this JAX itself has just exported; None where its bindings changed."""
     return entry_type(bytecode)
 
 
-def is_traced(values: Sequence[Any]) -> bool:
+def is_traced(values: Sequence[object]) -> bool:
     """Return whether any of ``values`` is a JAX tracer."""
     return any(isinstance(value, jax.core.Tracer) for value in values)
 
@@ -124,7 +125,7 @@ def is_traced(values: Sequence[Any]) -> bool:
 @optional(
     "derivatives of torch code inside JAX may compute what nothing needs", otherwise=lambda jaxpr: jaxpr
 )
-def without_dead_code(jaxpr: Any) -> Any:
+def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
     """Return a jaxpr without the equations that no result needs, and with all its arguments."""
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
@@ -177,7 +178,7 @@ def is_tracing() -> bool:
 def _cudnn(function: Callable[P, T]) -> Callable[P, T]:
     """Raise NotImplementedError where cuDNN's functions are not what they were; refusals of theirs pass through.
 
-    Both tell the caller to compute attention otherwise; a changed function is not tried again.
+    The caller then computes attention without cuDNN; a changed function is not tried again.
     """
 
     @functools.wraps(function)
@@ -195,7 +196,9 @@ def _cudnn(function: Callable[P, T]) -> Callable[P, T]:
 
 
 @_cudnn
-def cudnn_attention(query: Any, key: Any, value: Any, is_causal: bool, scale: float) -> tuple[Any, Any]:
+def cudnn_attention(
+    query: Array, key: Array, value: Array, is_causal: bool, scale: float
+) -> tuple[Array, Array]:
     """Return attention by cuDNN's kernel and the logarithms of its sums; lengths come before heads.
 
     JAX's public function rounds those sums to the dtype of the result, which is too coarse for the gradients.
@@ -211,12 +214,21 @@ def cudnn_attention(query: Any, key: Any, value: Any, is_causal: bool, scale: fl
 
 @_cudnn
 def cudnn_attention_gradients(
-    grad: Any, query: Any, key: Any, value: Any, out: Any, sums: Any, is_causal: bool, scale: float
-) -> tuple[Any, Any, Any]:
-    """Return the gradients of ``cudnn_attention`` for query, key and value, given what it returned."""
+    grad: Array,
+    query: Array,
+    key: Array,
+    value: Array,
+    out: Array,
+    sums: Array,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Array, Array, Array]:
+    """Return the gradients of ``cudnn_attention`` for query, key and value, from its results."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    nothing = jax.numpy.zeros(0, query.dtype)
+    absent = jax.numpy.zeros(
+        0, query.dtype
+    )  # for the optional arrays: bias, lengths of sequences, page tables
     options = {
         "scale": scale,
         "seed": 42,
@@ -234,6 +246,6 @@ def cudnn_attention_gradients(
         raise TypeError(f"cuDNN's attention has options that Isthmus does not know: {names}")
     names = [name for name in names if name != "score_mod_args"]  # further arrays, of which there are none
     gradients = cudnn._dot_product_attention_bwd_p_wrapper.bind(
-        query, key, value, *[nothing] * 7, sums, out, grad, **{name: options[name] for name in names}
+        query, key, value, *[absent] * 7, sums, out, grad, **{name: options[name] for name in names}
     )
     return tuple(gradients[:3])

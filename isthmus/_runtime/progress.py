@@ -1,4 +1,4 @@
-"""A line on the terminal while a compilation takes long."""
+"""A line on the terminal while a compilation takes long (``isthmus.config.progress``)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 from isthmus import config
 
-_PATIENCE = 2.0
+_PATIENCE = 2.0  # seconds until the line is shown
 
 
 @contextlib.contextmanager
 def line(title: str) -> Iterator[None]:
-    """Say on stderr that ``title`` is being compiled if that takes over two seconds, and then how long it took."""
+    """Print on stderr that ``title`` is being compiled if that takes over two seconds, and in the end how long."""
     if not title or config.progress == "off" or not sys.stderr.isatty():
         yield
         return

@@ -134,14 +134,6 @@ def test_an_assignment_of_a_wrong_value_raises() -> None:
         config.fallback = "eror"
 
 
-def test_the_page_of_settings_is_what_the_code_says() -> None:
-    page = (ROOT / "docs" / "settings.md").read_text()
-    assert config.table() in page
-    assert config.AUTOLOAD in page
-    for name in config.Settings.__dataclass_fields__:
-        assert f"| `{name}` |" in config.table()
-
-
 # ---- Python, torch and JAX
 
 MISSING = """

@@ -15,7 +15,7 @@ import isthmus
 from isthmus._device.core.buffer import buffer_of
 from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import Call, Item
-from isthmus._graph.split import Stage, cut
+from isthmus._graph.passes.split import Stage, cut
 from isthmus._lazy import programs, recompile_warnings
 from isthmus._lazy.recompile_warnings import RecompilationWarning
 from isthmus.errors import IsthmusError
@@ -41,12 +41,12 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[set[Any]]:
     """The ops of every program that is compiled, in order."""
     found: list[set[Any]] = []
 
-    class Noted(programs.XlaProgram):
-        def __init__(self, graph: Graph, *args: Any) -> None:
+    class Noted(programs.CompiledProgram):
+        def __init__(self, graph: Graph, *args: Any, **kwargs: Any) -> None:
             found.append(set(graph.ops))
-            super().__init__(graph, *args)
+            super().__init__(graph, *args, **kwargs)
 
-    monkeypatch.setattr(programs, "XlaProgram", Noted)
+    monkeypatch.setattr(programs, "CompiledProgram", Noted)
     return found
 
 

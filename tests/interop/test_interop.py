@@ -16,7 +16,7 @@ import torch
 from jax.experimental import pallas as pl
 
 import isthmus
-from isthmus._interop.functions import Border
+from isthmus._interop.functions import TracedCall
 from isthmus.errors import IsthmusError
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int8, torch.bool, torch.complex64]
@@ -336,11 +336,11 @@ def test_without_tensors_the_result_is_on_jax() -> None:
 
 
 def test_what_the_gradient_needs_is_kept_once() -> None:
-    saving = Border(jnp.tanh).saving((0,), [torch.ones(3)])
-    assert len(saving.body.results) == 1 + len([s for s in saving.sources if s > 1])
-    both = Border(lambda x, y: x * y).saving((0, 1), [torch.ones(3), torch.ones(3)])
+    forward = TracedCall(jnp.tanh).forward_with_residuals((0,), [torch.ones(3)])
+    assert len(forward.function.results) == 1 + len([s for s in forward.sources if s > 1])
+    both = TracedCall(lambda x, y: x * y).forward_with_residuals((0, 1), [torch.ones(3), torch.ones(3)])
     assert sorted(both.sources) == [0, 1]
-    assert len(both.body.results) == 1
+    assert len(both.function.results) == 1
 
 
 def test_a_pallas_kernel() -> None:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+
+from isthmus import config
+from isthmus._dynamo.options import Options
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -86,3 +91,11 @@ def test_the_list_of_operators_is_current() -> None:
     ]
     made = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, check=True)
     assert (ROOT / "docs" / "ops.md").read_text(encoding="utf-8") == made.stdout, "run `make docs`"
+
+
+def test_the_list_of_settings_is_current() -> None:
+    page = runpy.run_path(str(ROOT / "docs" / "make_settings.py"))["text"]()
+    assert (ROOT / "docs" / "settings.md").read_text(encoding="utf-8") == page, "run `make docs`"
+    variables = [each.metadata["variable"] for each in fields(config.Settings)]
+    for name in [*variables, config.AUTOLOAD, *[each.name for each in fields(Options)]]:
+        assert f"`{name}`" in page

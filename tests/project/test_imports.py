@@ -28,7 +28,7 @@ ORDER = [
     {"_runtime"},
     {"_graph"},
     {"_upstream"},
-    {"config", "errors", "_caches"},
+    {"config", "errors", "_caches", "_settings"},
 ]
 # The files that may touch private names, which every new version of torch or JAX may change.
 PRIVATE_TORCH = {"_device/torch_glue/private.py", "_device/torch_glue/registration.py"}

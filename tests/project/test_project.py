@@ -39,6 +39,11 @@ def test_constraints_satisfy_the_requirements() -> None:
         assert Version(canonical[requirement.name.lower()]) in requirement.specifier, text
 
 
+def test_annotations_reach_type_checkers() -> None:
+    assert (ROOT / "isthmus" / "py.typed").exists()
+    assert "Typing :: Typed" in PROJECT["project"]["classifiers"]
+
+
 def test_extras() -> None:
     assert {"cuda", "tpu", "dev"} <= set(PROJECT["project"]["optional-dependencies"])
 

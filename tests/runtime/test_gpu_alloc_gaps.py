@@ -20,15 +20,17 @@ def test_results_lie_where_they_lay(monkeypatch):
     places = []
     build = compile_log.compile
 
-    def watched(specialization, donated):
-        call = build(specialization, donated)
+    def watched(specialization, bundled=True):
+        program = build(specialization, bundled)
+        call = program.call
 
         def run(*inputs):
             outputs = call(*inputs)
             places.append([found.unsafe_buffer_pointer() for found in outputs if found.nbytes > 256])
             return outputs
 
-        return run
+        program.call = run
+        return program
 
     monkeypatch.setattr(compile_log, "compile", watched)
     model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 256))

@@ -333,7 +333,8 @@ def attempt(op: OpOverload, values: Values) -> None:
     if mode.current.capture is not None:
         values = stand_ins(values)  # values cannot be read while a function is recorded, sizes can
     try:
-        on_cpu(_SAME_AS.get(op, op), values)
+        with mode.reason("an op tried on the CPU"):
+            on_cpu(_SAME_AS.get(op, op), values)
     except Exception as error:
         if _NO_SUCH_OP.search(str(error)):
             return  # which says nothing about the call

@@ -11,19 +11,18 @@ from typing import Any
 from torch import Tensor
 from torch._ops import OpOverload
 
-from isthmus._device.checks.cpu_refusals import OVERLAP, ask, stand_ins, tensors_of
+from isthmus._device.checks.ask_cpu import AcceptedCalls, raise_overlap_refusal, tensors_of
 from isthmus._graph.schema import schema_of
 
 Values = tuple[Any, ...]
-_LIMIT = 4096
-_fine: set[tuple[Any, ...]] = set()
+_accepted = AcceptedCalls("writes to shared storages that the CPU accepts", 4096)
 
 
 def check_new(op: OpOverload, values: Values) -> None:
     """Raise what torch raises for a write whose layouts it refuses; asked once per signature."""
     targets = _targets(op, values)
     if any(_repeats(target) for target in targets):
-        _ask(op, values)
+        raise_overlap_refusal(op, values)
     elif _share(targets, values) and not _only_repeated(tensors_of(values)):
         check_aliases(op, values)
 
@@ -32,7 +31,7 @@ def check_each(op: OpOverload, values: Values) -> None:
     """Raise what torch raises for a call that writes, made by a kernel that has no plans."""
     targets = _targets(op, values)
     if any(_repeats(target) for target in targets):
-        _ask(op, values)
+        raise_overlap_refusal(op, values)
     elif _share(targets, values):
         check_aliases(op, values)
 
@@ -89,18 +88,7 @@ def check_aliases(op: OpOverload, values: Values) -> None:
     if len(set(storages)) == len(storages):
         return
     key = (op, *[(storages.index(layout[0]), *layout[1:]) for layout in layouts])
-    if key not in _fine:
-        _ask(op, values)
-        if len(_fine) >= _LIMIT:
-            _fine.clear()
-        _fine.add(key)
-
-
-def _ask(op: OpOverload, values: Values) -> None:
-    """Run the op on CPU tensors that lie in memory as these do, for the refusal it may meet."""
-    _, error = ask(op, stand_ins(values))
-    if error is not None and OVERLAP in str(error):
-        raise error.with_traceback(None) from None
+    _accepted.ask(key, lambda: raise_overlap_refusal(op, values))
 
 
 def _repeats(tensor: Tensor) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from isthmus._device.checks import cpu_refusals
+from isthmus._device.checks.ask_cpu import AcceptedCalls, raise_number_refusal
 from isthmus._graph.schema import Schema
 
 Suspicion = Callable[[Any, Any, Any], bool]
@@ -26,8 +26,7 @@ _RANGES: dict[Any, tuple[float, float]] = {
     **{dtype: (torch.finfo(dtype).min, torch.finfo(dtype).max) for dtype in (*_FLOATS, *_FLOAT8)},
 }
 _DIVISIONS = ("aten::floor_divide", "aten::remainder", "aten::fmod", "aten::div")
-_LIMIT = 1024
-_fine: set[Any] = set()
+_accepted = AcceptedCalls("suspicious numbers that the CPU accepts", 1024)
 
 
 def too_large(value: Any, like: Any, dtype: Any) -> bool:
@@ -76,8 +75,4 @@ def watched(schema: Schema) -> dict[str, Suspicion]:
 def refuse(op: OpOverload, values: tuple[Any, ...]) -> None:
     """Raise what the CPU raises for a call with a suspicious number, if it does."""
     key = (op, *[value.dtype if isinstance(value, Tensor) else repr(value) for value in values])
-    if key not in _fine:
-        cpu_refusals.attempt(op, cpu_refusals.stand_ins(values))
-        if len(_fine) >= _LIMIT:
-            _fine.clear()
-        _fine.add(key)
+    _accepted.ask(key, lambda: raise_number_refusal(op, values))

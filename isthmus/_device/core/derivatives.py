@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -19,8 +20,8 @@ from torch._ops import OpOverload
 
 from isthmus._device.core.buffer import wrap
 from isthmus._device.core.decompose import to_arrays
-from isthmus._device.core.slots import flatten
 from isthmus._device.torch_glue.private import above_autograd
+from isthmus._graph.arguments import flatten
 from isthmus._graph.names import aten
 from isthmus._graph.schema import schema_of
 from isthmus._ops.common import Number, linear
@@ -75,12 +76,34 @@ def differentiable(op: OpOverload, tier: Tier) -> Tier:
     return run
 
 
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True)
+class Conditions:
+    """The flags that a call requires to be true, and what to raise for each: a pytree whose arrays are the flags.
+
+    The errors are part of its structure, so JAX hands them through where it traces a function apart.
+    """
+
+    flags: tuple[Array, ...]
+    errors: tuple[tuple[type[Exception], str], ...]
+
+    def tree_flatten(self) -> tuple[tuple[Array, ...], tuple[tuple[type[Exception], str], ...]]:
+        """Return the arrays, and the structure around them."""
+        return self.flags, self.errors
+
+    @classmethod
+    def tree_unflatten(
+        cls, errors: tuple[tuple[type[Exception], str], ...], flags: Sequence[Array]
+    ) -> Conditions:
+        """Return the conditions of this structure with these arrays."""
+        return cls(tuple(flags), errors)
+
+
 class Call:
     """One call of an op: its arrays are arguments of a function with a derivative of its own."""
 
     def __init__(self, op: OpOverload, tier: Tier, arguments: dict[str, Any]) -> None:
         self.op, self.tier = op, tier
-        self.errors: list[tuple[type[Exception], str]] = []
         self.leaves, self.spec = jax.tree.flatten(arguments)
         self.at = [n for n, leaf in enumerate(self.leaves) if isinstance(leaf, jax.Array)]
         numbers = [leaf.value for leaf in self.leaves if isinstance(leaf, Number)]
@@ -89,13 +112,12 @@ class Call:
 
     def run(self) -> list[Array]:
         """Return the results."""
-        computed = self._differentiable()(*[self.leaves[n] for n in self.at])
-        results = computed[: len(computed) - len(self.errors)]
-        for flag, error in zip(computed[len(results) :], self.errors, strict=True):
+        results, conditions = self._differentiable()(*[self.leaves[n] for n in self.at])
+        for flag, error in zip(conditions.flags, conditions.errors, strict=True):
             require(flag, *error)
         return results
 
-    def _differentiable(self) -> Callable[..., list[Array]]:
+    def _differentiable(self) -> Callable[..., tuple[list[Array], Conditions]]:
         if self.op in REVERSE_ONLY:
             pulled = jax.custom_vjp(self._compute)
             pulled.defvjp(lambda *arrays: (self._compute(*arrays), arrays), self._vjp)
@@ -104,12 +126,11 @@ class Call:
         moved.defjvp(lambda primals, tangents: self._jvp(moved, primals, tangents))
         return moved
 
-    def _compute(self, *arrays: Array) -> list[Array]:
-        """Return the results, then what the op requires: JAX traces this apart, so nothing may leave it but so."""
-        with collecting() as found:
+    def _compute(self, *arrays: Array) -> tuple[list[Array], Conditions]:
+        """Return the results and what the op requires; JAX traces this apart, so nothing may leave it otherwise."""
+        with collecting() as checks:
             results = flatten(self.tier(self._arguments(arrays)))
-        self.errors = found.errors
-        return [*results, *found.flags]
+        return results, Conditions(tuple(checks.flags), tuple(checks.errors))
 
     def _arguments(
         self, values: Sequence[Any], leaf: Callable[[Any], Any] = lambda value: value
@@ -121,7 +142,7 @@ class Call:
         return jax.tree.unflatten(self.spec, leaves)
 
     def _jvp(self, compute: Any, primals: Sequence[Array], tangents: Sequence[Array]) -> Any:
-        results = compute(*primals)
+        results, conditions = compute(*primals)
         varying = [n for n, primal in enumerate(primals) if _varies(primal)]
         outs = [
             n for n, result in enumerate(results) if result is not None and _varies(result) and result.size
@@ -130,9 +151,16 @@ class Call:
             lambda *given: self._pull(primals, varying, outs, given), *[results[n] for n in outs]
         )
         moved = dict(zip(outs, pull([tangents[n] for n in varying]), strict=True))
-        return results, [moved.get(n, _still(result)) for n, result in enumerate(results)]
+        still = Conditions(tuple(_still(flag) for flag in conditions.flags), conditions.errors)
+        return (results, conditions), (
+            [moved.get(n, _still(result)) for n, result in enumerate(results)],
+            still,
+        )
 
-    def _vjp(self, primals: Sequence[Array], given: Sequence[Array]) -> tuple[Array | None, ...]:
+    def _vjp(
+        self, primals: Sequence[Array], cotangents: tuple[Sequence[Array], Conditions]
+    ) -> tuple[Array | None, ...]:
+        given, _ = cotangents
         varying = [n for n, primal in enumerate(primals) if _varies(primal)]
         outs = [n for n, g in enumerate(given) if g is not None and g.dtype != jax.dtypes.float0]
         found = dict(zip(varying, self._pull(primals, varying, outs, [given[n] for n in outs]), strict=True))

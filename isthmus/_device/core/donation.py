@@ -71,23 +71,48 @@ class Rewriting:
         self.inputs, self.at = inputs, at
 
 
+class Resident:
+    """A buffer holds this while its array stays with a program between runs (``resident_state.py``).
+
+    ``residence.give_back()`` puts the arrays of that program back into all of their buffers.
+    """
+
+    __slots__ = ("residence",)
+
+    def __init__(self, residence: Any) -> None:
+        self.residence = residence
+
+
+MARKERS = frozenset({Rewriting, Resident})
+"""Types of what a buffer holds while its array is elsewhere; no program takes them for an input.
+
+An entry reads ``held`` and passes it on unseen, since a look at every input of every op would cost more than a failure
+now and then: JAX raises a TypeError for a marker, the entry asks ``is_unready``, settles the buffers and runs again.
+"""
+
+
 def settled(buffer: Any) -> Array:
-    """Return what a buffer holds, once nobody rewrites it any more."""
+    """Return what a buffer holds, an array or a node, once its array is back."""
     with lock:
-        held = buffer.held
-        if type(held) is Rewriting:
-            # No other thread has the lock, so either an interrupt left this behind, or a signal handler asks in the
-            # thread that rewrites the buffer, which binds its result in any case.
-            held = buffer.held = held.inputs[held.at]
-        return held
+        while type(buffer.held) in MARKERS:
+            held = buffer.held
+            if type(held) is Rewriting:
+                # No other thread has the lock, so either an interrupt left this behind, or a signal handler asks in
+                # the thread that rewrites the buffer, which binds its result in any case.
+                buffer.held = held.inputs[held.at]
+            else:
+                held.residence.give_back()
+                if buffer.held is held:
+                    raise RuntimeError("the program that keeps this tensor's array has lost it")
+        return buffer.held
 
 
 def is_unready(inputs: Sequence[Any]) -> bool:
-    """Return whether one of the inputs is no array yet: another thread was rewriting it, or had only recorded it."""
+    """Return whether one of the inputs is no array: a node that another thread recorded, or a marker."""
     return not _UNREADY.isdisjoint(map(type, inputs))
 
 
-_UNREADY = frozenset({Node, Rewriting})
+_UNREADY = frozenset({Node, *MARKERS})
 
 
 def hide(buffers: Sequence[Any], inputs: list[Array], places: Sequence[int]) -> None:

@@ -32,12 +32,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from isthmus._device.checks import scalar_checks
 from isthmus._device.core import donation, generator, mode
 from isthmus._device.core.buffer import Buffer, Signature, buffer_of
 from isthmus._device.core.host_tensors import array_from_cpu
+from isthmus._graph.arguments import NUMBERS, tensors_in
 from isthmus._graph.schema import ABSENT, Argument
 from isthmus._runtime import memory, private
 from isthmus._runtime.host_arrays import LARGEST, device_number
@@ -45,7 +45,6 @@ from isthmus._runtime.host_arrays import LARGEST, device_number
 if TYPE_CHECKING:
     from isthmus._device.core.dispatch import Kernel
 
-NUMBERS = frozenset({int, float, bool, complex})
 _TENSORS = frozenset({Tensor, torch.nn.Parameter})
 _STORAGE, _OFFSET, _STRIDE = Tensor.untyped_storage, Tensor.storage_offset, Tensor.stride
 _DTYPE, _SHAPE, _IDENTITY = attrgetter("dtype"), attrgetter("shape"), attrgetter("_cdata")
@@ -76,6 +75,14 @@ _RECORD = """
     if _plan is None:
         _plan = _new_plan(_key, _inputs, _values)
     return _plan(_inputs, _values)"""
+_RECORD_DRAW = """
+    _inputs.append(_draw({generator}))"""
+# A call that fails because an input is not there yet runs again, and must not have drawn by then.
+_DRAW = """
+    if _is_unready(_inputs):
+        _settle(_values)
+        return _run({passed_on})
+    _inputs.append(_draw({generator}))"""
 _RUN = """
     try:
         _plan = _plans.get(_key)
@@ -91,7 +98,7 @@ def make_entry(kernel: Kernel) -> Callable[..., Any]:
     """Return the function torch calls for the kernel's op."""
     source = [
         f"    if _mode.recording and _here.lazy and _is_clean():\n        return _recorded({_passed_on(kernel)})",
-        *_body(kernel, _TAKE, _RUN.format(passed_on=_passed_on(kernel))),
+        *_body(kernel, _TAKE, _DRAW, _RUN),
     ]
     scope = {**_scope(kernel), "_plans": kernel.plans, "_new_plan": kernel.new_plan}
     scope |= {
@@ -117,17 +124,21 @@ def _twin(kernel: Kernel, scope: dict[str, Any]) -> Callable[..., Any]:
 
 def make_recording_entry(kernel: Kernel, names: dict[str, Any]) -> Callable[..., Any]:
     """Return the function that records a call; ``names`` say how inputs become nodes."""
-    body = [f"    {line}" for part in _body(kernel, _TAKE_NODE, _RECORD) for line in part.split("\n")]
+    body = [
+        f"    {line}"
+        for part in _body(kernel, _TAKE_NODE, _RECORD_DRAW, _RECORD)
+        for line in part.split("\n")
+    ]
     start = """    with _lock:
         if _trace.owner != _ident():
             _trace.enter(_ident())
         if _trace.size >= _trace.limit:
-            _mode.materialise()"""
+            _mode.materialise(because="the limit on graph size")"""
     scope = {**_scope(kernel), "_plans": kernel.recipes, "_mode": mode.current, "_ident": get_ident, **names}
     return _execute([start, *body], kernel, scope)
 
 
-def _body(kernel: Kernel, take: str, run: str) -> list[str]:
+def _body(kernel: Kernel, take: str, draw: str, run: str) -> list[str]:
     """Return the lines that make a key and inputs of the arguments and ``run`` the plan they find."""
     arguments, names = kernel.schema.arguments, _names(kernel)
     parts = [f"_part_{n}" for n in range(len(arguments))]
@@ -143,6 +154,7 @@ def _body(kernel: Kernel, take: str, run: str) -> list[str]:
         extras.append("_own.is_traced")
     if kernel.schema.mutated:
         extras.append("_alias_pattern(_values)")
+    passed_on = _passed_on(kernel)
     like = next((names[a.name] for a in arguments if a.kind in ("tensor", "tensors")), None)
     dtype = "dtype" if "dtype" in names else None
     watched = [
@@ -155,8 +167,8 @@ def _body(kernel: Kernel, take: str, run: str) -> list[str]:
         f"    _values = ({', '.join(names.values())}{',' if names else ''})",
         *watched,
         f"    _key = ({', '.join([*extras, *keyed])},)",
-        f"    _inputs.append(_draw({names.get('generator', 'None')}))" if kernel.random else "",
-        run,
+        draw.format(generator=names.get("generator", "None"), passed_on=passed_on) if kernel.random else "",
+        run.format(passed_on=passed_on),
     ]
 
 
@@ -217,12 +229,14 @@ def _scope(kernel: Kernel) -> dict[str, Any]:
         "_buffer_of": buffer_of,
         "_default_dtype": torch.get_default_dtype,
         "_foreign": foreign,
+        "_is_unready": donation.is_unready,
         "_list_part": list_part,
         "_matmul_precision": torch.get_float32_matmul_precision,
         "_number_part": number_part,
         "_op": kernel.op,
         "_own": generator.own,
         "_recover": recover,
+        "_settle": settle,
         "_refuse": scalar_checks.refuse,
         "_static_part": static_part,
         **{f"_suspicious_{name}": found for name, found in scalar_checks.watched(kernel.schema).items()},
@@ -251,19 +265,28 @@ _retry = _Retry()
 def recover(error: Exception, inputs: list[Any], values: tuple[Any, ...]) -> None:
     """Return if the call that raised ``error`` may be made again, else raise the error.
 
-    Two calls may: one that read a buffer which another thread was rewriting or had only recorded, and, once, one that
-    found no memory.
+    Two calls may: one that read a buffer whose array was elsewhere or only recorded, and, once, one that found no
+    memory.
     """
     if donation.is_unready(inputs):
-        for tensor in tree_leaves(values):
-            if isinstance(tensor, Tensor) and tensor.device.type == "jax":
-                _ = buffer_of(tensor).value  # waits for the other thread, or runs what was recorded
+        settle(values)
     elif memory.is_exhausted(error):
         if _retry.again:
             raise memory.exhausted(error) from error
         memory.make_room(error, inputs)
     else:
         raise
+
+
+def settle(values: tuple[Any, ...]) -> None:
+    """Get the array of every tensor of a call into its buffer.
+
+    That waits for another thread which rewrites it, runs the graph in which it was recorded, or takes it back from the
+    program that keeps it between runs.
+    """
+    for tensor in tensors_in(values):
+        if tensor.device.type == "jax":
+            _ = buffer_of(tensor).value
 
 
 def again(entry: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -9,9 +9,10 @@ import torch
 from torch._ops import OpOverload
 
 from isthmus import config
-from isthmus._device.checks.cpu_refusals import on_cpu
+from isthmus._device.checks.ask_cpu import on_cpu
 from isthmus._device.core import mode
 from isthmus._device.core.host_tensors import write_through_cpu
+from isthmus._graph.arguments import tensors_in
 from isthmus._graph.schema import schema_of
 from isthmus._runtime import counters
 from isthmus.errors import MissingLowering, first_line
@@ -42,11 +43,12 @@ def run(op: OpOverload, values: tuple[Any, ...], reason: str) -> Any:
         raise mode.current.capture.refuse_fallback(op, reason)
     if counters.count_fallback(str(op), reason) and config.fallback == "warn":
         warnings.warn(f"{op} ran on the CPU ({first_line(reason)})", FallbackWarning, stacklevel=3)
-    moved, result = on_cpu(op, values)
+    with mode.reason("a fallback op"):
+        moved, result = on_cpu(op, values)
     originals: dict[int, torch.Tensor] = {}
     before, after = schema.named(values), schema.named(moved)
     for name in schema.mutated:
-        for old, new in zip(_tensors(before[name]), _tensors(after[name]), strict=True):
+        for old, new in zip(tensors_in(before[name]), tensors_in(after[name]), strict=True):
             originals[id(new)] = old
             if old.shape != new.shape:
                 old.resize_(new.shape)
@@ -55,11 +57,6 @@ def run(op: OpOverload, values: tuple[Any, ...], reason: str) -> Any:
             else:
                 old.copy_(new)
     return _to_jax(result, originals)
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return [v for v in values if isinstance(v, torch.Tensor)]
 
 
 def _to_jax(result: Any, originals: dict[int, torch.Tensor]) -> Any:

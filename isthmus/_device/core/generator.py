@@ -61,6 +61,22 @@ def words(start: tuple[int, int], step: int) -> np.ndarray[Any, Any]:
     return np.array([seed >> 32, seed & _MASK, offset >> 32, offset & _MASK], np.uint32)
 
 
+def random_key(words: Any, index: int = 0) -> Any:
+    """Return the JAX key of a (seed, offset), given as four 32-bit words, ``index`` offsets later.
+
+    Called while a program is traced. ``index`` is 0 for an op on its own; in a graph it numbers the random nodes, so
+    that each has the key that eager has for the same draw.
+    """
+    import jax  # not above: ``import torch`` loads this file
+
+    high, low = words[2], words[3]
+    if index:
+        offset = (high.astype(np.uint64) << 32 | low.astype(np.uint64)) + np.uint64(index)
+        high, low = (offset >> 32).astype(np.uint32), offset.astype(np.uint32)
+    key = jax.random.wrap_key_data(words[:2], impl="threefry2x32")
+    return jax.random.fold_in(jax.random.fold_in(key, high), low)
+
+
 def get_state() -> torch.Tensor:
     """Return (seed, offset) as a CPU byte tensor, as torch keeps generator states."""
     with _lock:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from isthmus._device.torch_glue.private import contents
 from isthmus._runtime import counters, memory
 from isthmus._runtime.compiler import default_device, platform, scoped_x64
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
@@ -69,14 +70,14 @@ def cuda_from_array(array: Any, dtype: torch.dtype) -> torch.Tensor | None:
 
 def shown_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     """Return what a "jax" tensor shows as a view of a CPU copy of its storage: this takes no program."""
-    array = tensor.untyped_storage()._buffer.value  # type: ignore[attr-defined]
+    array = contents(tensor.untyped_storage()).value
     storage = cpu_from_array(array, to_torch_dtype(array.dtype)).reshape(-1).clone().view(tensor.dtype)
     return storage.as_strided(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
 
 def write_through_cpu(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """Write CPU ``values`` to what a "jax" tensor shows by exchanging its storage: this takes no program."""
-    buffer = tensor.untyped_storage()._buffer  # type: ignore[attr-defined]
+    buffer = contents(tensor.untyped_storage())
     array = buffer.value
     shown = shown_on_cpu(tensor)
     shown.copy_(values)

@@ -13,6 +13,7 @@ from torch._ops import OpOverload
 
 from isthmus._device.core.buffer import buffer_of, storage_length
 from isthmus._device.torch_glue.private import below_autograd, without_torch_function
+from isthmus._graph.arguments import NUMBERS, number_as_tensor, tensors_in
 from isthmus._graph.layout import Spec, contiguous_strides, is_dense
 from isthmus._graph.schema import ABSENT, schema_of
 
@@ -82,8 +83,7 @@ def of_functional(op: OpOverload, functional: OpOverload, values: tuple[Any, ...
 
 
 def _has_scalars(op: OpOverload, values: tuple[Any, ...]) -> bool:
-    flat = [item for v in numbers_as_tensors(op, values) for item in (v if isinstance(v, list) else [v])]
-    return any(isinstance(v, torch.Tensor) and v.device.type == "cpu" and not v.dim() for v in flat)
+    return any(t.device.type == "cpu" and not t.dim() for t in tensors_in(numbers_as_tensors(op, values)))
 
 
 def _on_meta(value: Any) -> Any:
@@ -143,27 +143,21 @@ def recorded(function: Callable[[], Result]) -> tuple[Result, Warnings]:
 
 
 def numbers_as_tensors(op: OpOverload, values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments with a 0-dim tensor for each number where the schema has a tensor.
-
-    torch hands such numbers to a kernel but takes them back for a few ops only. The dtype is the one with
-    which the tensor promotes as the number does.
-    """
+    """Return the arguments with a 0-dim tensor for each number where the schema has a tensor."""
     arguments = schema_of(op).arguments
-    numbers = [
-        a.kind == "tensor" and type(v) in (int, float, bool, complex)
-        for a, v in zip(arguments, values, strict=True)
-    ]
+    numbers = [a.kind == "tensor" and type(v) in NUMBERS for a, v in zip(arguments, values, strict=True)]
     if not any(numbers):
         return values
-    others = [value for value in values if isinstance(value, torch.Tensor)]
+    # A condition takes no part in promotion.
+    others = [
+        v
+        for a, v in zip(arguments, values, strict=True)
+        if isinstance(v, torch.Tensor) and a.name != "condition"
+    ]
 
     def as_tensor(value: Any) -> torch.Tensor:
-        if type(value) is bool:
-            return torch.tensor(value)  # least of all in promotion, and refused as such
-        large = type(value) is int and value > torch.iinfo(torch.int64).max
-        found = torch.tensor(value, dtype=torch.uint64 if large else None)
-        # Converted once it is a tensor, since a number too large wraps around then.
-        return found.to(torch.result_type(others[0], value % 2**63 if large else value)) if others else found
+        # A boolean stays one: it promotes as the number does, and some ops refuse booleans, tensor or not.
+        return torch.tensor(value) if type(value) is bool else number_as_tensor(value, others)
 
     return tuple(as_tensor(v) if number else v for v, number in zip(values, numbers, strict=True))
 

@@ -1,8 +1,21 @@
-"""How ops run: at once, or recorded by ``_lazy``, which sits above the device and hands its recorder in here.
+"""Whether an op runs at once or is recorded, per thread; and why a recorded graph is about to run.
+
+``_lazy`` records ops, but it sits above the device and cannot be imported here. It installs its functions in
+``current`` instead (``_lazy/install.py``): ``recording_entry`` makes the recording twin of a kernel's entry, ``hold``
+puts a node into a buffer, ``materialise`` runs the recorded graph.
 
 A mode belongs to the thread that set it; a thread that set none has the process's ``default`` (``ISTHMUS_MODE``). While
 a thread records, its backward passes run on it and not on autograd's threads, so that they are recorded with the rest:
-``torch.autograd.set_multithreading_enabled`` is torch's switch for that, and is the thread's own as well.
+``torch.autograd.set_multithreading_enabled`` is torch's switch for that, and it is per thread as well.
+
+A read of a value may run a recorded graph, and ``isthmus.metrics`` reports why. The function that needs the value says
+so, and ``_lazy/sync_reasons.py`` asks for it::
+
+    with reason(".cpu() or .to()"):
+        array = array_of(tensor)          # -> Buffer.value -> current.materialise(buffer) -> outermost_reason()
+
+Reasons nest (``set_mode`` calls ``sync``), and the outermost one is reported: it is what the user called. A block must
+therefore not run the user's code, whose own reads have reasons of their own.
 """
 
 from __future__ import annotations
@@ -16,17 +29,22 @@ import torch
 
 
 class Here(threading.local):
-    """What this thread does with ops."""
+    """This thread's mode, and the reasons it is inside of."""
 
     def __init__(self) -> None:
         self.switch: Any = None  # torch's switch for threads of autograd, turned while this thread records
         self.lazy = False
+        self.reasons: list[str] = []
         if current.default:
             current.lazy = True
 
 
 class Mode:
-    """The mode of each thread; entries ask ``recording`` first, which costs less than to ask for the thread's own."""
+    """The mode of each thread.
+
+    An entry reads ``recording``, an attribute of one object, before it reads the thread's own flag: a thread-local
+    costs more, and most processes never record.
+    """
 
     __slots__ = ("_capture", "_recorder", "default", "hold", "materialise", "recording", "recording_entry")
 
@@ -35,8 +53,8 @@ class Mode:
         self.recording = False  # whether a thread was ever lazy
         self._capture: Any = None
         self._recorder = 0
-        # Runs what this thread has recorded, or what the thread did that recorded a buffer.
-        self.materialise: Callable[..., None] = lambda buffer=None: None
+        # materialise(buffer=None, because=""): run this thread's graph, or that of the thread that recorded ``buffer``.
+        self.materialise: Callable[..., None] = lambda buffer=None, because="": None
         self.recording_entry: Any = None
         # Makes a node the contents of a buffer.
         self.hold: Callable[[Any, Any], None] = lambda buffer, node: None
@@ -60,12 +78,34 @@ class Mode:
 
     @property
     def capture(self) -> Any:
-        """What isthmus.jit is recording a function into, if this thread runs the function."""
+        """The recording of an isthmus.jit function that this thread makes, or None."""
         return self._capture if self._capture is not None and self._recorder == get_ident() else None
 
     @capture.setter
     def capture(self, value: Any) -> None:
         self._capture, self._recorder = value, get_ident()
+
+
+class reason:  # lower case, as it is used: ``with reason("print"):``
+    """Says in the user's words why the code in this block may need the value of a recorded tensor."""
+
+    __slots__ = ("depth", "words")
+
+    def __init__(self, words: str) -> None:
+        self.words = words
+
+    def __enter__(self) -> None:
+        self.depth = len(here.reasons)
+        here.reasons.append(self.words)
+
+    def __exit__(self, *_: object) -> None:
+        # Cut rather than pop: an interrupt inside an inner ``__enter__`` may have left its words behind.
+        del here.reasons[self.depth :]
+
+
+def outermost_reason() -> str:
+    """Return the words of the outermost ``reason`` block that this thread is in, "" where there is none."""
+    return here.reasons[0] if here.reasons else ""
 
 
 current = Mode()

@@ -30,13 +30,17 @@ from isthmus._graph.layout import Spec, is_dense, span
 from isthmus._graph.nodes import Node
 from isthmus._graph.schema import schema_of
 from isthmus._ops.common import cast
-from isthmus._runtime import compiler, memory
+from isthmus._runtime import memory
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
+from isthmus._runtime.traced_results import compile_with_extra
 from isthmus.errors import LoweringError
 
 if TYPE_CHECKING:
     from isthmus._device.core.dispatch import Kernel
     from isthmus._device.core.plan import Builder, Plan
+
+
+_NOT_ARRAYS = frozenset({Node, Lost, *donation.MARKERS})
 
 
 class Mutation:
@@ -142,9 +146,8 @@ class Mutation:
     def plan(self, builder: Builder, specs: list[Spec], inputs: list[Any]) -> Plan:
         """Return how a call runs: compute, rebind the storages, resize what must be."""
         places = tuple(self.slots[group].index for group in self.order)
-        variants = Variants(builder, places, any(self.resized))
-        variants.choose(inputs)
-        verify = value_checks.verifier(builder.errors)
+        variants = Variants(builder, places, any(self.resized), inputs)
+        verify = value_checks.verifier(variants.errors)
         makers = [maker(spec, builder.traced) for spec in specs]
         count, order, resized, locate = len(specs), self.order, self.resized, self.locate
         returns = len(self.op._schema.returns)
@@ -160,7 +163,7 @@ class Mutation:
 
         def bind(targets: list[Tensor], outputs: Sequence[Any]) -> None:
             for group, value in zip(order, outputs, strict=False):
-                targets[group].untyped_storage()._buffer.held = value  # type: ignore[attr-defined]
+                buffer_of(targets[group]).held = value
 
         def alone(inputs: list[Any], values: tuple[Any, ...]) -> Any:
             """Run a call on the process's one thread: what ``run`` does, written out for most calls."""
@@ -171,7 +174,7 @@ class Mutation:
             try:
                 (outputs,) = starmap(call, (inputs,))
                 for group, value in zip(order, outputs, strict=False):
-                    targets[group].untyped_storage()._buffer.held = value  # type: ignore[attr-defined]
+                    buffer_of(targets[group]).held = value
             except BaseException as error:
                 if outputs is not None:
                     donation.finish(partial(bind, targets, outputs))
@@ -182,7 +185,7 @@ class Mutation:
 
         def run(inputs: list[Any], values: tuple[Any, ...]) -> Any:
             targets = locate(values)
-            buffers = [targets[group].untyped_storage()._buffer for group in order]  # type: ignore[attr-defined]
+            buffers = [buffer_of(targets[group]) for group in order]
 
             def commit(outputs: Sequence[Any]) -> Sequence[Any]:
                 for buffer, value in zip(buffers, outputs[count:], strict=False):
@@ -222,7 +225,7 @@ def _beside_threads(
             try:
                 donation.hide(buffers, inputs, places)
                 owned = variants.donates(inputs, hidden=True)
-                ready = not any([type(inputs[at]) in (Node, Lost) for at in places])
+                ready = not any([type(inputs[at]) in _NOT_ARRAYS for at in places])
             except BaseException:
                 show()
                 raise
@@ -240,9 +243,11 @@ def _beside_threads(
 class Variants:
     """One program compiled at most twice: with its targets' memory donated, and without."""
 
-    def __init__(self, builder: Builder, donated: tuple[int, ...], resized: bool) -> None:
+    def __init__(self, builder: Builder, donated: tuple[int, ...], resized: bool, inputs: list[Any]) -> None:
         self.builder, self.donated, self.fixed = builder, donated, resized or builder.traced
         self.calls: dict[bool, Callable[..., Any]] = {}
+        # Both variants have the same conditions, so those of the first one are those of the plan.
+        self.errors = self._add(self.donates(inputs))
 
     def donates(self, inputs: list[Any], hidden: bool = False) -> bool:
         """Return whether a call donates its targets: if nobody else holds their arrays."""
@@ -253,23 +258,30 @@ class Variants:
         """Return the variant for these inputs."""
         owned = self.donates(inputs)
         call = self.calls.get(owned)
-        return call if call is not None else self.compile(owned)
+        if call is not None:
+            return call
+        self.compile(owned)
+        return self.calls[owned]
 
-    def compile(self, owned: bool) -> Callable[..., Any]:
-        """Compile a variant."""
+    def compile(self, owned: bool) -> None:
+        """Compile a variant that is not there yet."""
+        self._add(owned)
+
+    def _add(self, owned: bool) -> list[value_checks.Error]:
+        """Add the variant that donates the targets, if they are owned, or the other; return its conditions."""
         builder = self.builder
         if builder.traced:
-            call = compiler.inline(builder.program)
-        elif owned:
-            call = compiler.compile(builder.program, builder.examples, self.donated)
-        else:
-            call = compiler.compile(builder.program, builder.examples)
-        # A program that checks values keeps its targets, so that a failed call leaves them unchanged.
-        if builder.errors and owned:
-            owned, self.fixed = False, True
-            call = compiler.compile(builder.program, builder.examples)
+            self.calls[owned] = builder.inlined()
+            return []
+        call, facts = compile_with_extra(builder.program, builder.examples, self.donated if owned else ())
+        if facts.errors:
+            # A program that checks values keeps its targets, so that a failed call leaves them unchanged.
+            self.fixed = True
+            if owned:
+                owned = False
+                call, facts = compile_with_extra(builder.program, builder.examples)
         self.calls[owned] = call
-        return call
+        return facts.errors
 
 
 def locator(op: OpOverload) -> Callable[[tuple[Any, ...]], list[Tensor]]:

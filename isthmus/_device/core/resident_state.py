@@ -1,8 +1,24 @@
 """State that stays with a program between its runs: parameters, moments, counters that a step reads and writes.
 
-The arrays go from the results of one run to the inputs of the next without passing through the buffers they belong
-to; a buffer takes its array back when somebody reads or writes it. Every array costs microseconds on its way into
-and out of a program, so small ones travel as parts of one.
+A training step as one program reads and writes hundreds of arrays. Each costs microseconds on its way from a buffer
+into the program and back, so between runs they stay here: the results of one run are the inputs of the next, and
+small arrays travel as parts of one *bundle*, which the program takes apart. ``_lazy/capture.py`` (isthmus.jit) and
+``_dynamo/running.py`` (torch.compile) run their programs through a ``Residence``::
+
+    residence = Residence(whole=[weight, moment], bundles=[[step_1, step_2, step_3, step_4]])
+    residence.run(program, [batch], commit)  # program(weight, moment, bundle, batch) -> (weight, moment, bundle, ...)
+
+Meanwhile each of the buffers holds the residence's ``donation.Resident``, a marker that no program takes for an array:
+whoever reads or writes such a buffer (``Buffer.value``, ``Buffer.bind``, an eager op whose call fails for the marker)
+makes the residence give all arrays back, and the next run takes them again. State that is read after nearly every run
+is therefore not bundled (``wears``): bundles would be taken apart each time.
+
+What can go wrong, and what prevents it:
+
+- *An exception while buffers change hands* (Ctrl-C): a buffer changes in one assignment, and ``moving`` says that some
+  have changed and some have not; the next use finishes the move. No array is dropped before all buffers have theirs.
+- *A buffer is written behind our back*: the old array would be used in the next run. ``Buffer.bind`` exists for that.
+- *A reference cycle*: buffers refer to the residence, so the residence refers to them weakly.
 """
 
 from __future__ import annotations
@@ -17,6 +33,7 @@ from weakref import ref
 import jax
 import jax.numpy as jnp
 
+from isthmus._caches import LruCache
 from isthmus._device.core import donation
 from isthmus._device.core.buffer import Buffer, Lost
 from isthmus._runtime import compiler
@@ -33,7 +50,6 @@ _SMALL = {"cpu": 1}
 _SMALL_ELSEWHERE = 2**14
 # Runs between two reads of the state that pay for a bundle, and how often in a row there may be fewer.
 _RUNS, _TRIES = 3, 3
-_slot: Any = vars(Buffer)["held"]  # where a buffer has its array
 
 
 def join(arrays: Sequence[Array]) -> Array:
@@ -108,64 +124,32 @@ def _bundles(pairs: Sequence[Pair], kinds: Mapping[int, Kind]) -> list[list[Pair
     return [group for group in groups.values() if len(group) >= _FEW]
 
 
-@functools.lru_cache(64)
+_bundle_programs: LruCache[Any, tuple[Callable[..., Any], Callable[..., Any]]] = LruCache(
+    "programs that bundle state", 64
+)
+
+
 def _programs(shapes: tuple[Shape, ...], dtype: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return ``join`` and ``part`` for arrays of these shapes, compiled."""
-    examples = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
-    whole = jax.ShapeDtypeStruct((sum(math.prod(shape) for shape in shapes),), dtype)
-    return compiler.compile(lambda *a: join(a), examples), compiler.compile(
-        lambda b: part(b, shapes), [whole]
-    )
-
-
-class Resident(Buffer):
-    """A buffer whose array is with a program; ``held`` takes it back."""
-
-    __slots__ = ()
-
-    @property
-    def held(self) -> Any:  # type: ignore[override]
-        """Take the array back and return it."""
-        _take_back(self)
-        return self.held
-
-    @held.setter
-    def held(self, value: Any) -> None:
-        _take_back(self)
-        self.held = value
-
-
-# A buffer changes hands in two steps. Between them, where an exception may strike, it is a Resident that holds its own
-# array: ``_take_back`` understands that, while a Buffer that held a Residence would pass it on as an array.
-
-
-def _take_back(buffer: Buffer) -> None:
-    with donation.lock:
-        if type(buffer) is Resident:
-            held = _slot.__get__(buffer)
-            if isinstance(held, Residence):
-                held.give_back()
-            else:
-                buffer.__class__ = Buffer  # type: ignore[assignment]
-
-
-def _hand_over(buffer: Buffer, residence: Residence) -> None:
-    buffer.__class__ = Resident
-    _slot.__set__(buffer, residence)
-
-
-def _restore(buffer: Buffer | None, residence: Residence, held: Any) -> None:
-    """Give a buffer its array back, unless it has left the residence already."""
-    if buffer is not None and type(buffer) is Resident and _slot.__get__(buffer) is residence:
-        _slot.__set__(buffer, held)
-        buffer.__class__ = Buffer  # type: ignore[assignment]
+    programs = _bundle_programs.get((shapes, dtype))
+    if programs is None:
+        examples = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+        bundle = jax.ShapeDtypeStruct((sum(math.prod(shape) for shape in shapes),), dtype)
+        programs = _bundle_programs[shapes, dtype] = (
+            compiler.compile(lambda *arrays: join(arrays), examples),
+            compiler.compile(lambda bundle: part(bundle, shapes), [bundle]),
+        )
+    return programs
 
 
 class Residence:
-    """The state of one program, given the buffers it belongs to: whole arrays first, then bundles."""
+    """The state of one program, given the buffers it belongs to: whole arrays first, then bundles.
+
+    ``arrays`` is None while every buffer has its own.
+    """
 
     def __init__(self, whole: Sequence[Buffer], bundles: Sequence[Sequence[Buffer]]) -> None:
-        # The buffers know where their arrays are, so to know the buffers as well would keep both for ever.
+        # Buffers refer to this object while it has their arrays: strong references back would keep both alive for ever.
         died = functools.partial(_died, ref(self))
         self.whole = [ref(b, died) for b in whole]
         self.bundles = [[ref(b, died) for b in group] for group in bundles]
@@ -217,39 +201,42 @@ class Residence:
         if self.moving:
             self._give_back()
         if self.arrays is None and not self._adopt():
-            whole = donation.own([_alive(b).held for b in self.whole])
-            groups = [[_alive(b).held for b in group] for group in self.bundles]
+            whole = donation.own([donation.settled(_alive(b)) for b in self.whole])
+            groups = [[donation.settled(_alive(b)) for b in group] for group in self.bundles]
             self.begin(whole, groups)
         self.runs += 1
         assert self.arrays is not None
         return self.arrays
 
     def begin(self, whole: list[Array], groups: Sequence[Sequence[Array]]) -> None:
-        """Become the place of these arrays."""
+        """Keep these arrays from now on, those of ``groups`` as bundles."""
         pairs = zip(self.programs, groups, strict=True)
-        self._become_place_of([*whole, *[joined(*group) for (joined, _), group in pairs]])
+        self._keep([*whole, *[joined(*group) for (joined, _), group in pairs]])
 
     def _adopt(self) -> bool:
         """Take the arrays over from a residence of the same buffers, as a step for another batch size has it."""
         buffers = self._buffers()
-        other = _slot.__get__(_alive(buffers[0])) if buffers else None
+        marker = _alive(buffers[0]).held if buffers else None
+        other = marker.residence if type(marker) is donation.Resident else None
         if not isinstance(other, Residence) or (other.whole, other.bundles) != (self.whole, self.bundles):
             return False
         if other.arrays is None or other.moving:
             return False
         # Both have the arrays until all buffers have changed hands, so that none is lost on the way.
-        self._become_place_of(other.arrays)
+        self._keep(other.arrays)
         other.arrays = None
         return True
 
     def _buffers(self) -> list[ref[Buffer]]:
         return [*self.whole, *[b for group in self.bundles for b in group]]
 
-    def _become_place_of(self, arrays: list[Array]) -> None:
+    def _keep(self, arrays: list[Array]) -> None:
+        """Keep these arrays, and leave a marker in their buffers."""
         self.moving = True
         self.arrays, self.runs = arrays, 0
+        marker = donation.Resident(self)
         for reference in self._buffers():
-            _hand_over(_alive(reference), self)
+            _alive(reference).held = marker
         self.moving = False
 
     def give_back(self) -> None:
@@ -265,13 +252,21 @@ class Residence:
             self.short = self.short + 1 if self.runs < _RUNS else 0
         self.moving = True
         for reference, array in zip(self.whole, arrays, strict=False):
-            _restore(reference(), self, array)
+            self._restore(reference(), array)
         rest = arrays[len(self.whole) :]
         for group, (_, parted), bundle in zip(self.bundles, self.programs, rest, strict=True):
             for reference, array in zip(group, _parts(parted, bundle, len(group)), strict=True):
-                _restore(reference(), self, array)
+                self._restore(reference(), array)
         self.arrays = None
         self.moving = False
+
+    def _restore(self, buffer: Buffer | None, array: Array) -> None:
+        """Give a buffer its array, unless it is gone or has been given one already."""
+        if buffer is None:
+            return
+        held = buffer.held
+        if type(held) is donation.Resident and held.residence is self:
+            buffer.held = array
 
 
 def _parts(parted: Callable[..., Any], bundle: Any, count: int) -> Sequence[Any]:

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import torch
 
 from isthmus._device.core import strided
+from isthmus._graph.arguments import NUMBERS
 from isthmus._graph.layout import Spec, contiguous_strides, is_dense, storage_order, storage_shape
 from isthmus._ops.common import Number, cast
-from isthmus._ops.tensors.reinterpret import reinterpret
+from isthmus._ops.tensors.views import reinterpret
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
 from isthmus.errors import LoweringError
 
 Array = Any
-NUMBERS = (int, float, bool, complex)
 
 
 @dataclass(frozen=True)
@@ -116,10 +116,3 @@ def contiguous_specs(function: Callable[..., Any], examples: Sequence[Any]) -> l
 
 def _contiguous(leaf: Any) -> Spec:
     return Spec(leaf.shape, contiguous_strides(leaf.shape), to_torch_dtype(leaf.dtype))
-
-
-def flatten(result: Any) -> list[Any]:
-    """Return the leaves of a lowering's result in order, Nones included."""
-    if isinstance(result, (list, tuple)):
-        return [leaf for item in result for leaf in flatten(item)]
-    return [result]

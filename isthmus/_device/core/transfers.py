@@ -68,7 +68,9 @@ def copy_(self: Tensor, src: Tensor | complex, non_blocking: bool = False) -> Te
             return self
         src = torch.tensor(src, dtype=_WIDEST.get(type(src)))
     if self.device.type != "jax":
-        return self.copy_(_nearest(src, self.device), non_blocking)
+        with mode.reason("copy_() to another device"):
+            arrived = _nearest(src, self.device)
+        return self.copy_(arrived, non_blocking)
     arrived = resolve(src) if src.device.type == "jax" else from_other(src)
     if is_lazy(self):
         _copy(bare(self), apply_bits(arrived, self))
@@ -138,7 +140,9 @@ def to_copy(self: Tensor, **options: Any) -> Tensor:
         target = torch.empty_strided(self.shape, _dense_strides(self), dtype=dtype, device=device)
     else:
         target = torch.empty(self.shape, dtype=dtype, device=device, memory_format=memory_format)
-    return target.copy_(_nearest(self, device))
+    with mode.reason(".cpu() or .to()"):
+        arrived = _nearest(self, device)
+    return target.copy_(arrived)
 
 
 def _arrived(tensor: Tensor, options: dict[str, Any]) -> Tensor:
@@ -156,7 +160,8 @@ def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
 
 def local_scalar_dense(self: Tensor) -> Any:
     """Return the one element of ``self`` as a Python number."""
-    return to_cpu(self).item()
+    with mode.reason(".item(), bool(), float() or int()"):
+        return to_cpu(self).item()
 
 
 def equal(self: Tensor, other: Tensor) -> bool:
@@ -168,7 +173,8 @@ def equal(self: Tensor, other: Tensor) -> bool:
         )
     if self.dtype != other.dtype:  # older versions of torch refuse that, newer ones promote
         torch.equal(torch.zeros(1, dtype=self.dtype), torch.zeros(1, dtype=other.dtype))
-    return self.shape == other.shape and bool((self == other).all())
+    with mode.reason("torch.equal()"):
+        return self.shape == other.shape and bool((self == other).all())
 
 
 KERNELS = {

@@ -11,9 +11,16 @@ import torch
 from torch import Tensor
 
 from isthmus._device.core import mode
-from isthmus._device.core.buffer import Signature, buffer_of, storage_length
+from isthmus._device.core.buffer import Signature, buffer_if_any, buffer_of, storage_length
 from isthmus._device.torch_glue import storage_patches
-from isthmus._device.torch_glue.private import META, become, empty_tensor, redispatch_to_meta, restride
+from isthmus._device.torch_glue.private import (
+    META,
+    become,
+    contents,
+    empty_tensor,
+    redispatch_to_meta,
+    restride,
+)
 from isthmus._graph.layout import contiguous_strides, span
 from isthmus._graph.names import aten as _aten
 from isthmus._graph.nodes import Node
@@ -45,7 +52,7 @@ def _check_bounds(tensor: Tensor, size: Any, stride: Any, offset: int) -> None:
 
 def as_strided_(self: Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> Tensor:
     """Give ``self`` another layout on its storage; ``t_``, ``squeeze_`` and their like arrive here."""
-    if not hasattr(self.untyped_storage(), "_buffer"):
+    if buffer_if_any(self) is None:
         # Functionalization does to its wrapper, which has no contents, what it did to the tensor inside.
         return redispatch_to_meta(_aten.as_strided_.default, self, size, stride, storage_offset)
     return become(self, as_strided(self, size, stride, storage_offset))
@@ -116,7 +123,8 @@ def set_tensor_(self: Tensor, source: Tensor) -> Tensor:
 
 def set_storage_(self: Tensor, source: Any, offset: int = 0, size: Any = None, stride: Any = ()) -> Tensor:
     """Make ``self`` a view of a storage, all of it by default."""
-    if storage_patches.contents(source) is None:
+    held = contents(source)
+    if held is None:
         raise RuntimeError(
             f"Attempted to set the storage of a tensor on device 'jax:0' to a storage on different device "
             f"'{source.device}'.  This is no longer allowed; the devices must match."
@@ -124,7 +132,7 @@ def set_storage_(self: Tensor, source: Any, offset: int = 0, size: Any = None, s
     if size is None:
         size = (source.nbytes() // self.dtype.itemsize,)
     stride = stride or contiguous_strides(size)
-    if type(source._buffer) is storage_patches.Bytes:
+    if type(held) is storage_patches.Bytes:
         storage_patches.give_dtype(source, self.dtype, size, stride)
     return become(self, as_strided(attach_to(self.dtype, source), size, stride, offset))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from isthmus._device.core.buffer import buffer_if_any
 from isthmus._device.torch_glue.private import below_autograd, in_backward, in_traced_backward
 
 
@@ -23,7 +24,7 @@ def allclose(
 
 
 def _is_traced(tensor: Tensor) -> bool:
-    buffer = getattr(tensor.untyped_storage(), "_buffer", None)
+    buffer = buffer_if_any(tensor)
     return buffer is not None and buffer.signature.traced
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from isthmus._device.checks import cpu_refusals
+from isthmus._device.checks import ask_cpu
 from isthmus._ops import requirements  # noqa: F401  # defines the op
 
 _aten = torch.ops.aten
@@ -28,13 +28,13 @@ def one_hot(self: Tensor, num_classes: int = -1) -> Tensor:
     """Return a vector for each class, of zeros and a one."""
     infer = num_classes == -1
     if self.dtype != torch.int64 or not self.numel() or (num_classes <= 0 and not infer):
-        cpu_refusals.attempt(_aten.one_hot.default, (self, num_classes))
+        ask_cpu.raise_cpu_error(_aten.one_hot.default, (self, num_classes))
     if not self.numel():
         return self.new_empty((*self.shape, num_classes))
     if infer:
         least, most = torch.stack(torch.aminmax(self)).tolist()  # one read: the result's size depends on it
         if least < 0:
-            cpu_refusals.attempt(_aten.one_hot.default, (self, num_classes))
+            ask_cpu.raise_cpu_error(_aten.one_hot.default, (self, num_classes))
         classes = self
     else:
         most = num_classes - 1

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 import torch
 from torch import Tensor
 
@@ -14,53 +15,37 @@ from isthmus._device.core import mode
 from isthmus._device.core.buffer import storage_length, wrap, wrap_strided
 from isthmus._device.core.dispatch import kernel_for
 from isthmus._device.core.host_tensors import array_from_cpu
+from isthmus._device.core.plan_cache import Generations
 from isthmus._device.torch_glue.private import restride
 from isthmus._device.torch_glue.torch_jax import check_device
 from isthmus._graph.layout import contiguous_strides, storage_shape
 from isthmus._ops.tensors.creation import count
-from isthmus._runtime import compiler, forks, memory
+from isthmus._runtime import compiler, memory
 from isthmus._runtime.dtypes import to_jax_dtype
 from isthmus._runtime.host_arrays import device_number
 from isthmus._runtime.private import is_tracing
 
 _DEVICE = torch.device("jax", 0)  # named in recorded calls: without it torch would infer them on the CPU
+# Zeros of up to so many bytes are kept and shared: a program that makes them costs more than the memory.
 _SHARED_BYTES = 1 << 16
-_SHARED_LIMIT = 1024
-_shared: dict[tuple[Any, ...], Any] = {}
-_makers: dict[tuple[Any, ...], Any] = {}
-_counters: dict[tuple[Any, ...], Any] = {}
-
-
-def _hide() -> None:
-    for programs in (_shared, _makers, _counters):
-        forks.empty(programs)
-
-
-forks.on_fork.append(_hide)
+_shared_zeros, _zeros_programs, _count_programs = Generations(), Generations(), Generations()
 
 
 def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
     """Return an array of zeros; small ones are shared, which is safe because arrays never change."""
     key = (shape, dtype)
-    found = _shared.get(key)
-    if found is not None:
-        return found
-    if key not in _makers:
-        import jax.numpy as jnp
-
+    shared = _shared_zeros.young.get(key)
+    if shared is not None:
+        return shared
+    program = _zeros_programs.young.get(key)
+    if program is None:
         if memory.nbytes(shape, dtype) > memory.LARGEST:
             raise RuntimeError(f"Storage size calculation overflowed with sizes={list(shape)}")
         memory.require(memory.nbytes(shape, dtype))  # before JAX counts the elements, in an int64
-
-        if len(_makers) >= _SHARED_LIMIT:
-            _makers.clear()
-        _makers[key] = compiler.compile(lambda: jnp.zeros(shape, dtype), [])
-    made = _makers[key]()
+        program = _zeros_programs.find(key, lambda: compiler.compile(lambda: jnp.zeros(shape, dtype), []))
     if math.prod(shape) * dtype.itemsize <= _SHARED_BYTES:
-        if len(_shared) >= _SHARED_LIMIT:
-            _shared.clear()
-        _shared[key] = made
-    return made
+        return _shared_zeros.find(key, program)
+    return program()
 
 
 def empty(
@@ -181,12 +166,10 @@ def _is_uncountable(dtype: torch.dtype) -> bool:
 def _counted(length: int, start: Any, step: Any, dtype: torch.dtype) -> Tensor:
     first, stride = device_number(start), device_number(step)
     key = (length, dtype, type(start), type(step))
-    program = _counters.get(key)
+    program = _count_programs.young.get(key)
     if program is None:
-        if len(_counters) >= _SHARED_LIMIT:
-            _counters.clear()
         counted = functools.partial(_count, length, to_jax_dtype(dtype))
-        program = _counters[key] = compiler.compile(counted, [first, stride])
+        program = _count_programs.find(key, lambda: compiler.compile(counted, [first, stride]))
     return wrap(program(first, stride), dtype)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isthmus._device.checks import cpu_refusals
+from isthmus._device.checks import ask_cpu
 from isthmus._device.core.dispatch import kernel_for
 from isthmus._device.kernels.conjugate import resolving
 from isthmus._device.kernels.factories import write_out
@@ -68,7 +68,7 @@ def linalg_lstsq_out(
 ) -> Any:
     """Solve least squares into ``solution``, ``residuals``, ``rank`` and ``singular_values``."""
     op = _aten.linalg_lstsq.out
-    cpu_refusals.check(op, schema_of(op).ordered((A, b, rcond), {"driver": driver, **targets}))
+    ask_cpu.check(op, schema_of(op).ordered((A, b, rcond), {"driver": driver, **targets}))
     found = linalg_lstsq(A, b, rcond, driver=driver)
     return tuple(write_out(target, value) for target, value in zip(targets.values(), found, strict=True))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from isthmus._device.checks import cpu_refusals
+from isthmus._device.checks import ask_cpu
 from isthmus._device.core.dispatch import kernel_for
 from isthmus._graph.names import aten
 
@@ -18,7 +18,7 @@ def copy_(self: list[Tensor], src: list[Tensor], non_blocking: bool = False) -> 
         kernel_for(aten._foreach_copy_.default)(self, src)
         return
     if len(self) != len(src):
-        cpu_refusals.attempt(aten._foreach_copy_.default, (self, src, non_blocking))
+        ask_cpu.raise_cpu_error(aten._foreach_copy_.default, (self, src, non_blocking))
     for target, source in zip(self, src, strict=True):
         target.copy_(source, non_blocking)
 
@@ -30,7 +30,7 @@ def _unpacked(packet: Any) -> Callable[..., Any]:
         if scalars.device.type != "cpu":
             raise RuntimeError(f"Expected scalars to be on CPU, got {scalars.device} instead.")
         if scalars.dim() != 1 or scalars.numel() != len(self):
-            cpu_refusals.attempt(packet.Tensor, (self, tensor1, tensor2, scalars))
+            ask_cpu.raise_cpu_error(packet.Tensor, (self, tensor1, tensor2, scalars))
         return packet.ScalarList(self, tensor1, tensor2, scalars.tolist())
 
     return call

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from isthmus._device.checks import cpu_refusals
+from isthmus._device.checks import ask_cpu
 from isthmus._device.core.dispatch import kernel_for
 from isthmus._graph.names import Missing, aten, overload_named
 from isthmus._graph.schema import schema_of
@@ -20,7 +20,7 @@ def checked(op: OpOverload, valid: Callable[..., bool]) -> Callable[..., Any]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not valid(*args, **kwargs):
-            cpu_refusals.attempt(op, schema_of(op).ordered(args, kwargs))
+            ask_cpu.raise_cpu_error(op, schema_of(op).ordered(args, kwargs))
         return kernel_for(op)(*args, **kwargs)
 
     return call

@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from torch._ops import OpOverload
 
-from isthmus._device.checks import cpu_refusals, overlap_checks
+from isthmus._caches import LruCache
+from isthmus._device.checks import ask_cpu, overlap_checks
+from isthmus._device.core import mode
 from isthmus._device.core.buffer import wrap, wrap_strided
 from isthmus._device.core.inference import Warnings
 from isthmus._device.core.plan_cache import Generations
@@ -20,8 +22,6 @@ from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
 from isthmus._runtime.user_frames import warn_user
 from isthmus.errors import IsthmusError
 
-_LIMIT = 4096
-
 
 class SizedKernel:
     """All calls of one overload whose lowering has a ``size``."""
@@ -30,7 +30,8 @@ class SizedKernel:
         self.op, self.schema = op, schema_of(op)
         self.lowering = registry[functional_of(op) or op]
         self.generations = Generations()
-        self.asked: dict[Any, Warnings] = {}  # what the CPU warns of, by what it was asked
+        # The warnings of the CPU for calls that it accepts.
+        self.accepted: LruCache[Any, Warnings] = LruCache("sized calls that the CPU accepts", 4096)
         # torch lays the indices of each dim out one after another.
         self.by_columns = self.lowering.op is torch.ops.aten.nonzero.default
 
@@ -38,13 +39,16 @@ class SizedKernel:
         """Run one call."""
         arguments = self.schema.bind(args, kwargs)
         values = self.schema.ordered(args, kwargs)
-        try:
-            return self._run(arguments, values)
-        except (IsthmusError, torch.OutOfMemoryError):
-            raise
-        except Exception:
-            cpu_refusals.attempt(self.op, values)  # what the CPU refuses as well is refused in its words
-            raise
+        with mode.reason("a size that depends on values"):
+            try:
+                return self._run(arguments, values)
+            except (IsthmusError, torch.OutOfMemoryError):
+                raise
+            except Exception:
+                ask_cpu.raise_cpu_error(
+                    self.op, values
+                )  # what the CPU refuses as well is refused in its words
+                raise
 
     def _run(self, arguments: dict[str, Any], values: tuple[Any, ...]) -> Any:
         from isthmus._device.core.transfers import array_of
@@ -60,11 +64,10 @@ class SizedKernel:
             )
         arguments = {n: to_jax_dtype(v) if isinstance(v, torch.dtype) else v for n, v in arguments.items()}
         key = (*[(t.dtype, t.shape) for t in targets], *[(a.shape, a.dtype) for a in arrays], repr(arguments))
-        if key not in self.asked:
-            if len(self.asked) >= _LIMIT:
-                self.asked.clear()
-            self.asked[key] = cpu_refusals.check(self.op, values)
-        for category, text in self.asked[key]:
+        warned = self.accepted.get(key)
+        if warned is None:
+            warned = self.accepted[key] = ask_cpu.check(self.op, values)
+        for category, text in warned:
             warn_user(category, text)
         found = self._program("size", names, arrays, arguments)(*arrays)
         size = tuple(np.asarray(found).reshape(-1).tolist())

@@ -12,6 +12,7 @@ import torch
 from torch._ops import OpOverload
 
 from isthmus._device.torch_glue.private import without_autocast
+from isthmus._graph.arguments import tensors_in
 
 LOW_PRECISION = (
     "_convolution", "_convolution.deprecated", "conv1d", "conv2d", "conv3d", "conv_tbc",
@@ -131,8 +132,7 @@ def _takes_part(value: Any) -> bool:
 
 
 def _eligible(values: Any) -> list[torch.Tensor]:
-    flat = [item for v in values for item in (v if isinstance(v, (list, tuple)) else (v,))]
-    return [item for item in flat if _takes_part(item)]
+    return [tensor for tensor in tensors_in(values) if _takes_part(tensor)]
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

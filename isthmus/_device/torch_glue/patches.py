@@ -1,4 +1,4 @@
-"""Every patch of torch and JAX, in one table: what is replaced, when, and why nothing gentler does.
+"""Every patch of torch and JAX, in one table: what is replaced, when, in which versions, and why nothing gentler does.
 
 ``replace`` is the only function of the package that puts something else where torch or JAX keeps a name of its own, and
 it refuses what has no row here. The modules that know the replacement call it:
@@ -40,7 +40,9 @@ class Patch:
     optional: bool = False
     """Whether some supported version lacks the name, so that its absence is no fault."""
     adds: bool = False
-    """Whether the name is a registry that ``register`` adds to, and stays what it is."""
+    """Whether the name is a registry of theirs whose entries change, while the name stays what it is."""
+    versions: str = "every supported version"
+    """Which versions have the name, or need the patch."""
 
     def __str__(self) -> str:
         return f"{self.owner}.{self.name}"
@@ -65,6 +67,7 @@ TABLE: tuple[Patch, ...] = (
             "torch.accelerator is this device as soon as it is registered, and asks here for an allocator and streams "
             "that a device in Python cannot have: an internal assert fails, or the process ends",
             optional=True,
+            versions="torch 2.13 has them all; older ones lack some",
         )
         for name in _ACCELERATOR
     ),
@@ -141,11 +144,19 @@ TABLE: tuple[Patch, ...] = (
         "torch names the devices that flex_attention serves inside a function",
     ),
     Patch(
+        "torch._higher_order_ops.flex_attention",
+        "py_impl",
+        TENSOR,
+        "torch has no kernel of flex_attention for autocast on this device, and a library cannot register one",
+        adds=True,
+    ),
+    Patch(
         "torch._dynamo.variables.optimizer.OptimizerVariable",
         "_set_capturable",
         COMPILE,
         "an optimizer in a compiled function keeps its step counts on the device, as on CUDA",
         optional=True,
+        versions="torch up to 2.13",
     ),
     Patch(
         "torch._dynamo.variables.optimizer.OptimizerVariable",
@@ -153,12 +164,22 @@ TABLE: tuple[Patch, ...] = (
         COMPILE,
         "an optimizer in a compiled function keeps its step counts on the device, as on CUDA",
         optional=True,
+        versions="torch 2.14 and later",
     ),
     Patch(
         "torch._dynamo.codegen.PyCodegen",
         "make_call_generated_code",
         COMPILE,
         "the code that Dynamo writes around a graph of this backend marks its call for no profiler",
+    ),
+    Patch(
+        "torch._dynamo.graph_bytecode_inputs",
+        "index_to_bytecode_constructor",
+        COMPILE,
+        "the code that Dynamo writes around a graph looks up a stream at every call; where nothing names it, the entry "
+        "is removed (_dynamo/private.py, spare_call)",
+        adds=True,
+        versions="a dict up to torch 2.14, a list since",
     ),
     Patch(
         "torch._dynamo.backends.registry",
@@ -247,16 +268,19 @@ def restore(owner: str, name: str) -> None:
             setattr(was.owner, name, was.theirs)
 
 
-def register(owner: str, name: str, *args: Any) -> None:
-    """Call a registry of theirs that has a row, and so keeps what it is given for the whole process."""
+def register(owner: str, name: str, *args: Any) -> Any:
+    """Call a registry of theirs that has a row, which keeps what it is given for the whole process; return its result.
+
+    None where this version has no such registry.
+    """
     patch = row(owner, name)
     assert patch.adds
     try:
         registry = getattr(found(owner), name)
     except (AttributeError, ImportError) as error:
         skipped[patch] = str(error)
-        return
-    registry(*args)
+        return None
+    return registry(*args)
 
 
 def applied(when: str | None = None) -> list[Patch]:

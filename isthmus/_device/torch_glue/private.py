@@ -26,6 +26,20 @@ _AUTOCASTS = [key for name, key in torch._C.DispatchKey.__members__.items() if n
 empty_tensor = torch._C._acc.create_empty_tensor
 
 
+def contents(storage: Any) -> Any:
+    """Return the Buffer or Bytes behind a "jax" storage; None for a storage of any other device.
+
+    torch keeps no memory behind a "jax" storage. A Python attribute hangs there instead, and torch preserves the Python
+    object of a storage for as long as the storage lives, whatever happens to the tensors on it.
+    """
+    return getattr(storage, "_buffer", None)
+
+
+def set_contents(storage: Any, held: Any) -> None:
+    """Hang a Buffer or Bytes on a "jax" storage."""
+    storage._buffer = held
+
+
 def _never_alike(*tensors: torch.Tensor) -> bool:
     return False
 
@@ -201,7 +215,9 @@ def allow_flex_attention() -> None:
     patches.replace("torch.nn.attention.flex_attention", "_validate_device", lambda theirs: validate)
     autocast = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
     if autocast not in op.py_kernels:
-        op.py_impl(autocast)(_flex_attention_autocast)
+        as_kernel = patches.register("torch._higher_order_ops.flex_attention", "py_impl", autocast)
+        if as_kernel is not None:
+            as_kernel(_flex_attention_autocast)
 
 
 def _flex_attention_autocast(*args: Any) -> Any:

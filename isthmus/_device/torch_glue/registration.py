@@ -21,7 +21,19 @@ _state: dict[str, Any] = {}
 
 
 def register() -> None:
-    """Give torch the device "jax"; a second call does nothing."""
+    """Give torch the device "jax"; a second call does nothing.
+
+    ``import isthmus`` calls it, and so does ``import torch`` where torch has no accelerator of its own. Call it
+    yourself where ``torch.compile(backend="isthmus")`` for CUDA tensors loaded Isthmus first, which adds no device.
+    ``isthmus.errors.RegistrationError`` is raised where another library has taken torch's one place for devices of this
+    kind (PrivateUse1).
+
+    Example:
+        >>> import torch, isthmus
+        >>> isthmus.register()
+        >>> torch.zeros(2, device="jax").device.type
+        'jax'
+    """
     with _lock:
         if "library" in _state:
             return

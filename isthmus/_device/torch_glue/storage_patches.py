@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
+from isthmus._device.core.mode import reason
 from isthmus._device.torch_glue import patches
-from isthmus._device.torch_glue.private import empty_tensor, hide_from_dynamo
+from isthmus._device.torch_glue.private import contents, empty_tensor, hide_from_dynamo, set_contents
 
 Storage = torch.UntypedStorage
 
@@ -36,15 +37,10 @@ class Bytes:
         return int(self.data.nbytes)
 
 
-def contents(storage: Any) -> Any:
-    """Return what a "jax" storage holds, a Buffer or Bytes; None for any other storage."""
-    return getattr(storage, "_buffer", None)
-
-
 def from_bytes(data: Any) -> Storage:
     """Return a new "jax" storage of these bytes, kept on the host until a tensor says what dtype they are."""
     storage = empty_tensor((0,), torch.uint8).untyped_storage()
-    storage._buffer = Bytes(data)  # type: ignore[attr-defined]
+    set_contents(storage, Bytes(data))
     return storage
 
 
@@ -55,14 +51,14 @@ def give_dtype(storage: Any, dtype: torch.dtype, size: Any, stride: Any) -> None
     from isthmus._runtime.dtypes import to_jax_dtype
     from isthmus._runtime.host_arrays import from_numpy
 
-    data = storage._buffer.data
+    data = contents(storage).data
     if data.nbytes % dtype.itemsize == 0:
         data = data.view(to_jax_dtype(dtype))
     shape = storage_shape(tuple(size), tuple(stride)) if len(size) == len(stride) else ()
     if torch.Size(shape).numel() == data.size:
         data = data.reshape(shape)
     array = from_numpy(data)
-    storage._buffer = Buffer(array, Signature.of(array))
+    set_contents(storage, Buffer(array, Signature.of(array)))
 
 
 def _nbytes(storage: Any) -> int:
@@ -88,7 +84,9 @@ def _host_bytes(storage: Any) -> Any:
     from isthmus._device.core.host_tensors import cpu_from_array
     from isthmus._runtime.dtypes import to_torch_dtype
 
-    found = cpu_from_array(held.value, to_torch_dtype(held.value.dtype)).reshape(-1)
+    with reason("the bytes of a storage"):
+        array = held.value
+    found = cpu_from_array(array, to_torch_dtype(array.dtype)).reshape(-1)
     value_checks.raise_pending()
     return found.view(torch.uint8) if found.numel() else torch.empty(0, dtype=torch.uint8)
 
@@ -103,10 +101,11 @@ def _clone(storage: Any) -> Any:
         return from_bytes(held.data)
     from isthmus._device.core.buffer import Buffer
 
-    made: Any = from_bytes(None)
+    clone = from_bytes(None)
     # Arrays never change, so the copy shares the value until either side is written.
-    made._buffer = Buffer(held.value, held.signature)
-    return made
+    with reason("a copy of a storage"):
+        set_contents(clone, Buffer(held.value, held.signature))
+    return clone
 
 
 def _copy_(storage: Any, source: Any, non_blocking: bool | None = None) -> Any:
@@ -176,7 +175,9 @@ def _swap_data_ptr_(storage: Any, other: Any) -> None:
         raise RuntimeError(
             f"_swap_data_ptr_: storages must have the same nbytes or one must have 0, got {sizes[0]} and {sizes[1]}"
         )
-    storage._buffer, other._buffer = other._buffer, storage._buffer
+    ours, theirs = contents(storage), contents(other)
+    set_contents(storage, theirs)
+    set_contents(other, ours)
 
 
 def _refuse(storage: Any, *args: Any, **kwargs: Any) -> Any:
@@ -225,6 +226,7 @@ def install() -> None:
 
 def _storage_method(theirs: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Return torch's method with a way for "jax" storages, in the form that costs other storages least."""
+    # Each form reads the attribute that ``private.contents`` reads: a call of ours would double what others pay.
     ours = _METHODS[name]
     if name == "__len__":
         theirs = Storage.nbytes  # the same number, by a shorter way than through the slot
@@ -342,7 +344,8 @@ def _dlpack_device(theirs: Callable[..., Any]) -> Callable[..., Any]:
             return theirs(self)
         from isthmus._device.core.buffer import buffer_of
 
-        return buffer_of(self).value.__dlpack_device__()
+        with reason("DLPack"):
+            return buffer_of(self).value.__dlpack_device__()
 
     return _as("__dlpack_device__", theirs, __dlpack_device__)
 
@@ -356,7 +359,9 @@ def _export(tensor: Any, options: dict[str, Any]) -> Any:
     from isthmus._device.core.host_tensors import copied
     from isthmus._device.core.transfers import array_of
 
-    return copied(array_of(tensor)).__dlpack__(**options)
+    with reason("DLPack"):
+        array = array_of(tensor)
+    return copied(array).__dlpack__(**options)
 
 
 def _printing(theirs: Callable[..., Any]) -> Callable[..., Any]:
@@ -364,6 +369,8 @@ def _printing(theirs: Callable[..., Any]) -> Callable[..., Any]:
         """Return the elements as text; a "jax" tensor crosses to the host once instead of op by op."""
         if self.is_cpu or self.device.type != "jax" or contents(self.untyped_storage()) is None:
             return theirs(self, indent)
-        return theirs(self.detach().cpu(), indent)
+        with reason("print"):
+            shown = self.detach().cpu()
+        return theirs(shown, indent)
 
     return _tensor_str

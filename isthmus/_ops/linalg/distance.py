@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax.numpy as jnp
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import accumulation_dtype, cast
+from isthmus._ops.common import FLOAT32_OR_64, INEXACT, Array
 from isthmus._ops.linalg.matmul import product
 from isthmus._ops.registry import lowering
-from isthmus.errors import Unsupported
 
-Array = Any
 _MATMUL_ROWS = 25  # with more rows than this torch takes the matrix product unless told otherwise
-
-
-def _check(*arrays: Array) -> None:
-    # torch has these kernels for float and double only, and says so in its own words on the CPU.
-    if len({a.dtype for a in arrays}) != 1 or arrays[0].dtype not in (jnp.float32, jnp.float64):
-        raise Unsupported(f"distances of {', '.join(str(a.dtype) for a in arrays)}")
 
 
 def _norm(difference: Array, p: float) -> Array:
@@ -59,8 +50,9 @@ def _between(x1: Array, x2: Array) -> Array:
     return x1[..., :, None, :] - x2[..., None, :, :]
 
 
-def _euclidean(x1: Array, x2: Array) -> Array:
-    """Distances by one matrix product: the squares of both plus -2 times what they share."""
+@lowering(aten._euclidean_dist.default, matmul=True, accumulate=True, dtypes=INEXACT)
+def euclidean_dist(x1: Array, x2: Array) -> Array:
+    """Distances between rows by one matrix product: the squares of both plus -2 times what they share."""
     squares1 = (x1 * x1).sum(-1, keepdims=True)
     squares2 = (x2 * x2).sum(-1, keepdims=True)
     left = jnp.concatenate([x1 * -2, squares1, jnp.ones_like(squares1)], -1)
@@ -68,29 +60,18 @@ def _euclidean(x1: Array, x2: Array) -> Array:
     return jnp.sqrt(jnp.maximum(product(left, right.swapaxes(-1, -2)), 0))
 
 
-@lowering(aten._euclidean_dist.default, matmul=True)
-def euclidean_dist(x1: Array, x2: Array) -> Array:
-    """Euclidean distances between the rows of two matrices, by a matrix product."""
-    if x1.dtype != x2.dtype:
-        raise Unsupported(f"distances between {x1.dtype} and {x2.dtype}")
-    wide = accumulation_dtype(x1.dtype)
-    return cast(_euclidean(cast(x1, wide), cast(x2, wide)), x1.dtype)
-
-
-@lowering(aten._cdist_forward.default, matmul=True)
+@lowering(aten._cdist_forward.default, matmul=True, dtypes=FLOAT32_OR_64)
 def cdist_forward(x1: Array, x2: Array, p: float, compute_mode: int | None) -> Array:
     """Distances of every row of ``x1`` to every row of ``x2``, over broadcast batches."""
-    _check(x1, x2)
     mode = compute_mode or 0
     if p == 2 and (mode == 1 or (mode == 0 and max(x1.shape[-2], x2.shape[-2]) > _MATMUL_ROWS)):
-        return _euclidean(x1, x2)
+        return euclidean_dist(x1, x2)
     return _norm(_between(x1, x2), p)
 
 
-@lowering(aten._cdist_backward.default)
+@lowering(aten._cdist_backward.default, dtypes=FLOAT32_OR_64)
 def cdist_backward(grad: Array, x1: Array, x2: Array, p: float, cdist: Array) -> Array:
     """The gradient for ``x1``, in the broadcast batch."""
-    _check(grad, x1, x2, cdist)
     batch = jnp.broadcast_shapes(x1.shape[:-2], x2.shape[:-2])
     shape = (*batch, *x1.shape[-2:])
     if 0 in (*shape, x2.shape[-2]):
@@ -106,19 +87,17 @@ def _pairs(count: int) -> tuple[Array, Array]:
     return i, j
 
 
-@lowering(aten._pdist_forward.default)
+@lowering(aten._pdist_forward.default, dtypes=FLOAT32_OR_64)
 def pdist_forward(self: Array, p: float = 2.0) -> Array:
     """The distance of every pair of rows."""
-    _check(self)
     if self.shape[0] <= 1:
         return jnp.zeros((0,), self.dtype)
     return _norm(_between(self, self), p)[_pairs(self.shape[0])]
 
 
-@lowering(aten._pdist_backward.default)
+@lowering(aten._pdist_backward.default, dtypes=FLOAT32_OR_64)
 def pdist_backward(grad: Array, self: Array, p: float, pdist: Array) -> Array:
     """The gradient of the distances of every pair of rows."""
-    _check(grad, self, pdist)
     count = self.shape[0]
     if count <= 1 or self.size == 0:
         return jnp.zeros_like(self)

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax.typing import DTypeLike
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import accumulation_dtype, cast, promote, wrap_dim
+from isthmus._ops.common import LAPACK, Array, cast, promote, wrap_dim
 from isthmus._ops.registry import lowering
 from isthmus._ops.value_checks import require
 from isthmus.errors import Unsupported
-
-Array = Any
-_SUPPORTED = {np.dtype(t) for t in (np.float32, np.float64, np.complex64, np.complex128)}
-
-
-def check_dtype(*arrays: Array) -> None:
-    """Leave to the CPU, which refuses them in torch's words, the dtypes LAPACK does not have."""
-    for array in arrays:
-        if np.dtype(array.dtype) not in _SUPPORTED:
-            raise Unsupported(f"no factorization in {array.dtype}")
 
 
 def check_unchecked(check_errors: bool) -> None:
@@ -98,10 +86,9 @@ def _first_bad_minor(a: Array) -> Array:
     return jax.lax.fori_loop(0, a.shape[-1], eliminate, start)[1]
 
 
-@lowering(aten.linalg_cholesky_ex.default)
+@lowering(aten.linalg_cholesky_ex.default, dtypes=LAPACK)
 def linalg_cholesky_ex(self: Array, upper: bool = False, check_errors: bool = False) -> tuple[Array, Array]:
     """The Cholesky factor and ``info``; a matrix that is not positive-definite has a factor of nan."""
-    check_dtype(self)
     check_unchecked(check_errors)
     factor, info = _factor(self, upper)
     return (adjoint_of(factor) if upper else factor), info
@@ -116,14 +103,13 @@ def cholesky(self: Array, upper: bool = False) -> Array:
     return factor
 
 
-@lowering(aten._cholesky_solve_helper.default)
+@lowering(aten._cholesky_solve_helper.default, dtypes=LAPACK)
 def cholesky_solve_helper(self: Array, A: Array, upper: bool) -> Array:
     """Solve with the matrix whose Cholesky factor is ``A``."""
-    check_dtype(self, A)
     how = {"transpose_a": True, "conjugate_a": True}
     first, second = (how, {}) if upper else ({}, how)
-    found = solve_triangle(A, self, upper=upper, **first)
-    return solve_triangle(A, found, upper=upper, **second)
+    half = solve_triangle(A, self, upper=upper, **first)
+    return solve_triangle(A, half, upper=upper, **second)
 
 
 @lowering(aten.cholesky_inverse.default)
@@ -136,21 +122,19 @@ def cholesky_inverse(self: Array, upper: bool = False) -> Array:
 # Triangular systems
 
 
-@lowering(aten.linalg_solve_triangular.default)
+@lowering(aten.linalg_solve_triangular.default, dtypes=LAPACK)
 def linalg_solve_triangular(
     self: Array, B: Array, *, upper: bool, left: bool = True, unitriangular: bool = False
 ) -> Array:
     """Solve ``A X = B``, or ``X A = B``, with a triangle of ``A``."""
-    check_dtype(self, B)
     return solve_triangle(self, B, upper=upper, left=left, unit=unitriangular)
 
 
-@lowering(aten.triangular_solve.default)
+@lowering(aten.triangular_solve.default, dtypes=LAPACK)
 def triangular_solve(
     self: Array, A: Array, upper: bool = True, transpose: bool = False, unitriangular: bool = False
 ) -> tuple[Array, Array]:
     """Solve ``A X = self`` with a triangle of ``A``, which is returned as well."""
-    check_dtype(self, A)
     solution = solve_triangle(A, self, upper=upper, unit=unitriangular, transpose_a=transpose)
     return solution, broadcast_batch(A, self)[0]
 
@@ -160,7 +144,6 @@ def triangular_solve(
 
 def _lu(x: Array) -> tuple[Array, Array, Array, Array]:
     """Return the packed factors, pivots counted from 1, the permutation of rows, and ``info``."""
-    check_dtype(x)
     packed, pivots, permutation = jax.lax.linalg.lu(x)
     zero = jnp.diagonal(packed, axis1=-2, axis2=-1) == 0
     if zero.shape[-1] == 0:
@@ -179,9 +162,9 @@ def _solve_lu(packed: Array, permutation: Array, b: Array, *, left: bool, adjoin
         rows = jnp.take_along_axis(b, order[..., None], axis=-2)
         return solve_triangle(packed, solve_triangle(packed, rows, upper=False, unit=True), upper=True)
     how = {"transpose_a": True, "conjugate_a": True}
-    found = solve_triangle(packed, b, upper=True, **how)
-    found = solve_triangle(packed, found, upper=False, unit=True, **how)
-    return jnp.take_along_axis(found, jnp.argsort(order, axis=-1)[..., None], axis=-2)
+    solution = solve_triangle(packed, b, upper=True, **how)
+    solution = solve_triangle(packed, solution, upper=False, unit=True, **how)
+    return jnp.take_along_axis(solution, jnp.argsort(order, axis=-1)[..., None], axis=-2)
 
 
 def _permutation(pivots: Array, rows: int) -> Array:
@@ -198,12 +181,12 @@ def _unpack(packed: Array) -> tuple[Array, Array]:
     return lower, jnp.triu(packed[..., :inner, :])
 
 
-def _permutation_matrix(permutation: Array, dtype: Any) -> Array:
+def _permutation_matrix(permutation: Array, dtype: DTypeLike) -> Array:
     rows = jnp.arange(permutation.shape[-1])
     return (rows[:, None] == permutation[..., None, :]).astype(dtype)
 
 
-@lowering(aten.linalg_lu_factor_ex.default)
+@lowering(aten.linalg_lu_factor_ex.default, dtypes=LAPACK)
 def linalg_lu_factor_ex(A: Array, pivot: bool = True, check_errors: bool = False) -> tuple[Array, ...]:
     """Packed LU factors with partial pivoting."""
     check_unchecked(check_errors)
@@ -213,7 +196,7 @@ def linalg_lu_factor_ex(A: Array, pivot: bool = True, check_errors: bool = False
     return packed, pivots, info
 
 
-@lowering(aten.linalg_lu.default)
+@lowering(aten.linalg_lu.default, dtypes=LAPACK)
 def linalg_lu(A: Array, pivot: bool = True) -> tuple[Array, ...]:
     """The matrices P, L and U."""
     if not pivot:
@@ -234,26 +217,24 @@ def lu_unpack(
     return _permutation_matrix(permutation, LU_data.dtype), lower, upper
 
 
-@lowering(aten.linalg_lu_solve.default)
+@lowering(aten.linalg_lu_solve.default, dtypes=LAPACK)
 def linalg_lu_solve(LU: Array, pivots: Array, B: Array, left: bool = True, adjoint: bool = False) -> Array:
     """Solve with packed factors."""
-    check_dtype(LU, B)
     permutation = _permutation(pivots, LU.shape[-2])
     return _solve_lu(LU, permutation, B, left=left, adjoint=adjoint)
 
 
-@lowering(aten._linalg_solve_ex.default)
+@lowering(aten._linalg_solve_ex.default, dtypes=LAPACK)
 def linalg_solve_ex(A: Array, B: Array, left: bool = True, check_errors: bool = False) -> tuple[Array, ...]:
     """Solve ``A X = B`` or ``X A = B``, and return the factors of ``A`` for the gradient."""
-    check_dtype(B)
     check_unchecked(check_errors)
     vector = B.ndim == 1 or (A.ndim - 1 == B.ndim and B.shape == A.shape[:-1])
     packed, pivots, permutation, info = _lu(A)
-    found = _solve_lu(packed, permutation, B[..., None] if vector else B, left=left, adjoint=False)
-    return (found[..., 0] if vector else found), packed, pivots, info
+    solution = _solve_lu(packed, permutation, B[..., None] if vector else B, left=left, adjoint=False)
+    return (solution[..., 0] if vector else solution), packed, pivots, info
 
 
-@lowering(aten.linalg_inv_ex.default)
+@lowering(aten.linalg_inv_ex.default, dtypes=LAPACK)
 def linalg_inv_ex(A: Array, check_errors: bool = False) -> tuple[Array, Array]:
     """The inverse and ``info``."""
     check_unchecked(check_errors)
@@ -262,13 +243,13 @@ def linalg_inv_ex(A: Array, check_errors: bool = False) -> tuple[Array, Array]:
     return _solve_lu(packed, permutation, identity, left=True, adjoint=False), info
 
 
-def _parity(pivots: Array, dtype: Any) -> Array:
+def _parity(pivots: Array, dtype: DTypeLike) -> Array:
     """Return the sign of a permutation: every row exchanged with another turns it."""
     exchanged = pivots != jnp.arange(1, pivots.shape[-1] + 1)
     return (1 - 2 * (exchanged.sum(-1) % 2)).astype(dtype)
 
 
-@lowering(aten._linalg_det.default)
+@lowering(aten._linalg_det.default, dtypes=LAPACK)
 def linalg_det(A: Array) -> tuple[Array, ...]:
     """The determinant, and the factors for its gradient."""
     packed, pivots, _, _ = _lu(A)
@@ -276,7 +257,7 @@ def linalg_det(A: Array) -> tuple[Array, ...]:
     return diagonal.prod(-1) * _parity(pivots, A.dtype), packed, pivots
 
 
-@lowering(aten._linalg_slogdet.default)
+@lowering(aten._linalg_slogdet.default, dtypes=LAPACK)
 def linalg_slogdet(A: Array) -> tuple[Array, ...]:
     """The sign and the logarithm of the determinant, and the factors for their gradient."""
     packed, pivots, _, _ = _lu(A)
@@ -293,12 +274,11 @@ def linalg_cross(self: Array, other: Array, dim: int = -1) -> Array:
     return jnp.cross(left, right, axis=wrap_dim(dim, left.ndim)).astype(dtype)
 
 
-@lowering(aten.linalg_matrix_exp.default)
+@lowering(aten.linalg_matrix_exp.default, accumulate=True)
 def linalg_matrix_exp(self: Array) -> Array:
     """The exponential of matrices."""
     if self.size == 0:
         return self
     with jax.default_matmul_precision("highest"):
         # JAX gives nan where more squarings are needed: not before norms of 2**64.
-        found = jax.scipy.linalg.expm(cast(self, accumulation_dtype(self.dtype)), max_squarings=64)
-        return cast(found, self.dtype)
+        return jax.scipy.linalg.expm(self, max_squarings=64)

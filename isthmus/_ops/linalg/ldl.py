@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from isthmus._graph.names import aten
-from isthmus._ops.linalg.factorizations import check_dtype, check_unchecked
+from isthmus._ops.common import LAPACK, Array
+from isthmus._ops.linalg.factorizations import check_unchecked
 from isthmus._ops.registry import lowering
 
-Array = Any
 Conjugate = Callable[[Array], Array]
 _ALPHA = (1 + np.sqrt(17)) / 8
 
@@ -109,8 +109,8 @@ def _factor(x: Array, hermitian: bool) -> tuple[Array, Array, Array]:
         jnp.zeros((), jnp.int32),
         jnp.zeros((), jnp.int32),
     )
-    found = jax.lax.while_loop(lambda s: s.at < size, lambda s: _step(s, conjugate), start)
-    return found.packed[:size, :size], found.pivots, found.info
+    end = jax.lax.while_loop(lambda s: s.at < size, lambda s: _step(s, conjugate), start)
+    return end.packed[:size, :size], end.pivots, end.info
 
 
 def _batched(function: Callable[..., Any], ndim: int) -> Callable[..., Any]:
@@ -119,16 +119,15 @@ def _batched(function: Callable[..., Any], ndim: int) -> Callable[..., Any]:
     return function
 
 
-@lowering(aten.linalg_ldl_factor_ex.default)
+@lowering(aten.linalg_ldl_factor_ex.default, dtypes=LAPACK)
 def linalg_ldl_factor_ex(
     self: Array, *, hermitian: bool = False, check_errors: bool = False
 ) -> tuple[Array, Array, Array]:
     """The packed factors, the pivots, and the first pivot that is zero."""
-    check_dtype(self)
     check_unchecked(check_errors)
     if self.size == 0:
         return self, jnp.zeros(self.shape[:-1], jnp.int32), jnp.zeros(self.shape[:-2], jnp.int32)
-    return _batched(lambda x: _factor(x, hermitian), self.ndim - 2)(self)  # type: ignore[no-any-return]
+    return _batched(lambda x: _factor(x, hermitian), self.ndim - 2)(self)
 
 
 def _starts(pivots: Array) -> Array:
@@ -152,8 +151,8 @@ def _solve(packed: Array, pivots: Array, b: Array, hermitian: bool) -> Array:
     below = (rows[:, None] > rows + begins[None, :]) if size else rows[:, None] > rows
     lower = jnp.where(below, packed, 0)
 
-    def exchange(k: Array, x: Array, wanted: Array) -> Array:
-        return jnp.where(wanted, _exchange(x, k, partner[k]), x)
+    def exchange(k: Array, x: Array, applies: Array) -> Array:
+        return jnp.where(applies, _exchange(x, k, partner[k]), x)
 
     def forward(k: Array, x: Array) -> Array:
         x = jnp.where(begins[k], _exchange(x, jnp.minimum(k + 1, size - 1), partner[k]), x)
@@ -189,10 +188,9 @@ def _divide(packed: Array, x: Array, begins: Array, ends: Array, conjugate: Conj
     return jnp.where(begins[:, None], first, jnp.where(ends[:, None], second, single))
 
 
-@lowering(aten.linalg_ldl_solve.default)
+@lowering(aten.linalg_ldl_solve.default, dtypes=LAPACK)
 def linalg_ldl_solve(LD: Array, pivots: Array, B: Array, *, hermitian: bool = False) -> Array:
     """Solve with packed factors."""
-    check_dtype(LD, B)
     batch = jnp.broadcast_shapes(LD.shape[:-2], B.shape[:-2])
     B = jnp.broadcast_to(B, batch + B.shape[-2:])
     if B.size == 0:

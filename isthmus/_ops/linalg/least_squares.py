@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import torch
 
 from isthmus._graph.names import aten
-from isthmus._ops.linalg.factorizations import adjoint_of, broadcast_batch, check_dtype, solve_triangle
+from isthmus._ops.common import LAPACK, Array
+from isthmus._ops.linalg.factorizations import adjoint_of, broadcast_batch, solve_triangle
 from isthmus._ops.registry import lowering
 from isthmus._runtime.dtypes import to_torch_dtype
 from isthmus.errors import Unsupported
 
-Array = Any
 _HIGHEST = jax.lax.Precision.HIGHEST
 DRIVERS = ("gels", "gelsy", "gelsd", "gelss")
 
@@ -42,22 +40,21 @@ def _any_rank(a: Array, b: Array, rcond: float) -> tuple[Array, Array, Array]:
     u, s, vh = jnp.linalg.svd(a, full_matrices=False)
     # A negative tolerance means the precision of the dtype, as LAPACK has it.
     tolerance = _precision(s) if rcond < 0 else rcond
-    kept = s > tolerance * s[..., :1]
-    inverse = jnp.where(kept, 1 / jnp.where(kept, s, 1), 0).astype(a.dtype)
+    large = s > tolerance * s[..., :1]
+    inverse = jnp.where(large, 1 / jnp.where(large, s, 1), 0).astype(a.dtype)
     solution = _times(adjoint_of(vh), inverse[..., None] * _times(adjoint_of(u), b))
-    return solution, kept.sum(-1).astype(jnp.int64), s
+    return solution, large.sum(-1).astype(jnp.int64), s
 
 
 def _residuals(a: Array, x: Array, b: Array) -> Array:
     return jnp.square(jnp.abs(b - _times(a, x))).sum(-2)
 
 
-@lowering(aten.linalg_lstsq.default)
+@lowering(aten.linalg_lstsq.default, dtypes=LAPACK)
 def linalg_lstsq(
     self: Array, b: Array, rcond: float | None = None, *, driver: str | None = None
 ) -> tuple[Array, ...]:
     """The solution, and what the driver says besides of residuals, rank and singular values."""
-    check_dtype(self, b)
     driver = driver or "gelsy"
     rows, columns = self.shape[-2:]
     if driver not in DRIVERS or self.dtype != b.dtype or self.ndim < 2 or not 0 <= self.ndim - b.ndim <= 1:

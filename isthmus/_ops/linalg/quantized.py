@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.typing import DTypeLike
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import cast
+from isthmus._ops.common import Array, cast
 from isthmus._ops.registry import lowering
 from isthmus.errors import Unsupported
 
-Array = Any
 _FLOAT8 = {np.dtype(t) for t in (jnp.float8_e4m3fn, jnp.float8_e5m2)}
 _TENSORWISE, _ROWWISE = 0, 1  # torch.nn.functional.ScalingType
 
 
-def _product(a: Array, b: Array, dtype: Any) -> Array:
+def _product(a: Array, b: Array, dtype: DTypeLike) -> Array:
     """Multiply matrices of narrow types as they are, accumulating in ``dtype``."""
     return jax.lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=dtype)
 
@@ -37,9 +35,9 @@ def weight_int8pack_mm(self: Array, mat2: Array, scales: Array) -> Array:
     """Multiply by the transpose of an int8 weight whose rows have a scale each."""
     if mat2.dtype != np.int8 or self.dtype.itemsize > 4 or scales.dtype != self.dtype:
         raise Unsupported(f"no product of {self.dtype} and {mat2.dtype} with scales in {scales.dtype}")
-    wide = self.astype(jnp.float32), mat2.T.astype(jnp.float32)
-    found = jnp.matmul(*wide, precision="highest", preferred_element_type=jnp.float32)
-    return cast(found * scales.astype(jnp.float32), self.dtype)
+    operands = self.astype(jnp.float32), mat2.T.astype(jnp.float32)
+    products = jnp.matmul(*operands, precision="highest", preferred_element_type=jnp.float32)
+    return cast(products * scales.astype(jnp.float32), self.dtype)
 
 
 def _check_scales(a: Array, b: Array, scale_a: Array, scale_b: Array) -> None:
@@ -55,11 +53,11 @@ def _check_scales(a: Array, b: Array, scale_a: Array, scale_b: Array) -> None:
 def _scaled(a: Array, b: Array, scale_a: Array, scale_b: Array, bias: Array | None) -> Array:
     if scale_a.size == 1 and scale_b.size == 1:
         scale_a, scale_b = scale_a.reshape(()), scale_b.reshape(())
-    found = _product(a, b, jnp.float32) * scale_a * scale_b
-    return found if bias is None else found + bias.astype(jnp.float32)
+    out = _product(a, b, jnp.float32) * scale_a * scale_b
+    return out if bias is None else out + bias.astype(jnp.float32)
 
 
-def _narrow(x: Array, dtype: Any) -> Array:
+def _narrow(x: Array, dtype: DTypeLike) -> Array:
     """Round to ``dtype``; the float that has no infinity keeps its largest value where a plain cast gives nan."""
     if np.dtype(dtype) == np.dtype(jnp.float8_e4m3fn):
         largest = torch.finfo(torch.float8_e4m3fn).max
@@ -67,7 +65,7 @@ def _narrow(x: Array, dtype: Any) -> Array:
     return cast(x, dtype)
 
 
-@lowering(aten._scaled_mm.default)
+@lowering(aten._scaled_mm.default, ignores=("use_fast_accum",))
 def scaled_mm(
     self: Array,
     mat2: Array,
@@ -75,19 +73,18 @@ def scaled_mm(
     scale_b: Array,
     bias: Array | None = None,
     scale_result: Array | None = None,
-    out_dtype: Any = None,
-    use_fast_accum: bool = False,
+    out_dtype: DTypeLike | None = None,
 ) -> Array:
     """The product of 8-bit floats, scaled as a whole or by row and column; fast accumulation is a permission."""
     _check_scales(self, mat2, scale_a, scale_b)
     dtype = self.dtype if out_dtype is None else np.dtype(out_dtype)
-    found = _scaled(self, mat2, scale_a, scale_b, bias)
+    out = _scaled(self, mat2, scale_a, scale_b, bias)
     if scale_result is not None and dtype in _FLOAT8:
-        found = found / scale_result.astype(jnp.float32).reshape(())
-    return _narrow(found, dtype)
+        out = out / scale_result.astype(jnp.float32).reshape(())
+    return _narrow(out, dtype)
 
 
-@lowering(aten._scaled_mm_v2.default)
+@lowering(aten._scaled_mm_v2.default, ignores=("use_fast_accum",))
 def scaled_mm_v2(
     self: Array,
     mat2: Array,
@@ -98,8 +95,7 @@ def scaled_mm_v2(
     recipe_b: list[int],
     swizzle_b: list[int],
     bias: Array | None,
-    out_dtype: Any,
-    use_fast_accum: bool = False,
+    out_dtype: DTypeLike,
 ) -> Array:
     """The same with the kind of each scale spelled out; only one per tensor or row is known here."""
     recipes = [*recipe_a, *recipe_b]
@@ -107,4 +103,4 @@ def scaled_mm_v2(
         raise Unsupported(f"no scales by the recipes {recipes}")
     if (scale_a[0].size == 1 and scale_b[0].size == 1) != (recipes[0] == _TENSORWISE):
         raise Unsupported("the scales do not fit their recipe")
-    return scaled_mm(self, mat2, scale_a[0], scale_b[0], bias, None, out_dtype, use_fast_accum)
+    return scaled_mm(self, mat2, scale_a[0], scale_b[0], bias, None, out_dtype)

@@ -7,21 +7,15 @@ Values are to agree with torch, so it is left out here as well.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import jax.scipy.special as jsp
-import numpy as np
 
-from isthmus._graph.names import Missing, aten
-from isthmus._ops.common import INT_TO_FLOAT, cast, keyword_signature, promote
-from isthmus._ops.known_schemas import arguments_of
+from isthmus._graph.names import aten
+from isthmus._ops.common import FLOAT32_OR_64, INT_TO_FLOAT, Array
+from isthmus._ops.elementwise import elementwise
 from isthmus._ops.math import bessel_coefficients as c
-from isthmus._ops.registry import lowering
-from isthmus.errors import Unsupported
-
-Array = Any
 
 
 def polynomial(x: Array, coefficients: Sequence[float]) -> Array:
@@ -46,30 +40,12 @@ def _ratio(x: Array, numerator: Sequence[float], denominator: Sequence[float]) -
     return polynomial(x, numerator) / polynomial(x, denominator)
 
 
-def full_precision(op: Any, function: Callable[..., Array]) -> None:
-    """File ``function`` for ``op`` in float32 and float64, the dtypes torch has it in."""
-    if isinstance(op, Missing):
-        lowering(op)(function)
-        return
-    names = [argument.name for argument in arguments_of(op)]
-
-    def lowered(**operands: Any) -> Array:
-        _, dtype = promote(*operands.values(), kind=INT_TO_FLOAT)
-        if dtype not in (np.dtype(np.float32), np.dtype(np.float64)):
-            raise Unsupported(f"{op} of {dtype}, which torch refuses as well")
-        return function(*(cast(operands[name], dtype) for name in names))
-
-    lowered.__doc__ = function.__doc__
-    lowered.__signature__ = keyword_signature(names)  # type: ignore[attr-defined]
-    lowering(op)(lowered)
-
-
 def _series(first: int) -> list[float]:
     """The Maclaurin coefficients in x cubed of the solution of y'' = xy that starts with x to the ``first``."""
-    found = [1.0]
+    coefficients = [1.0]
     for k in range(1, 16):  # enough for double precision where |x| is below 2.09
-        found.append(found[-1] / ((3 * k + first) * (3 * k + first - 1)))
-    return found[::-1]
+        coefficients.append(coefficients[-1] / ((3 * k + first) * (3 * k + first - 1)))
+    return coefficients[::-1]
 
 
 _AIRY_EVEN, _AIRY_ODD = _series(0), _series(1)
@@ -93,9 +69,9 @@ def _airy_ai(x: Array) -> Array:
     cube = near * near * near
     even, odd = polynomial(cube, _AIRY_EVEN), near * polynomial(cube, _AIRY_ODD)
     inner = _AIRY_AT_0 * even - _AIRY_SLOPE * odd
-    found = jnp.where(x < -2.09, swinging, jnp.where(x >= 2.09, decaying, inner))
-    found = jnp.where(x > 103.892, jnp.zeros_like(x), found)
-    return jnp.where(jnp.isinf(x), jnp.full_like(x, jnp.nan), found)
+    out = jnp.where(x < -2.09, swinging, jnp.where(x >= 2.09, decaying, inner))
+    out = jnp.where(x > 103.892, jnp.zeros_like(x), out)
+    return jnp.where(jnp.isinf(x), jnp.full_like(x, jnp.nan), out)
 
 
 _LARGE = {
@@ -133,15 +109,15 @@ def _bessel_j1(x: Array) -> Array:
     size = jnp.abs(x)
     z = size * size
     inner = _ratio(z, c.J1_NUM, c.J1_DEN) * size * (z - 14.6819706421238932572) * (z - 49.2184563216946036703)
-    found = jnp.where(size <= 5, inner, _hankel(_large(size), 1)[0])
-    return jnp.where(x < 0, -found, found)
+    out = jnp.where(size <= 5, inner, _hankel(_large(size), 1)[0])
+    return jnp.where(x < 0, -out, out)
 
 
 def _second_kind(x: Array, inner: Array, order: int) -> Array:
     """Y from its values up to 5: -inf at 0, nan below it."""
-    found = jnp.where(x <= 5, inner, _hankel(_large(x), order)[1])
-    found = jnp.where(x == 0, jnp.full_like(x, -jnp.inf), found)
-    return jnp.where(x < 0, jnp.full_like(x, jnp.nan), found)
+    out = jnp.where(x <= 5, inner, _hankel(_large(x), order)[1])
+    out = jnp.where(x == 0, jnp.full_like(x, -jnp.inf), out)
+    return jnp.where(x < 0, jnp.full_like(x, jnp.nan), out)
 
 
 def _bessel_y0(x: Array) -> Array:
@@ -159,9 +135,9 @@ def _modified_bessel_k(x: Array, near: Array, far: Array, scaled: bool) -> Array
     """K from its expansion up to 2 and that of K exp(x) beyond: infinite at 0, nan below it."""
     far = far / jnp.sqrt(x)
     near, far = (near * jnp.exp(x), far) if scaled else (near, jnp.exp(-x) * far)
-    found = jnp.where(x <= 2, near, far)
-    found = jnp.where(x == 0, jnp.full_like(x, jnp.inf), found)
-    return jnp.where(x < 0, jnp.full_like(x, jnp.nan), found)
+    out = jnp.where(x <= 2, near, far)
+    out = jnp.where(x == 0, jnp.full_like(x, jnp.inf), out)
+    return jnp.where(x < 0, jnp.full_like(x, jnp.nan), out)
 
 
 def _modified_bessel_k0(x: Array, scaled: bool = False) -> Array:
@@ -177,8 +153,8 @@ def _modified_bessel_k1(x: Array, scaled: bool = False) -> Array:
 def _spherical_bessel_j0(x: Array) -> Array:
     """sin(x) / x, by its series near 0, and 0 at infinity."""
     series = [(-1) ** k / math.factorial(2 * k + 1) for k in range(6, -1, -1)]
-    found = jnp.where(jnp.abs(x) < 0.5, polynomial(x * x, series), jnp.sin(x) / x)
-    return jnp.where(jnp.isinf(x), jnp.zeros_like(x), found)
+    out = jnp.where(jnp.abs(x) < 0.5, polynomial(x * x, series), jnp.sin(x) / x)
+    return jnp.where(jnp.isinf(x), jnp.zeros_like(x), out)
 
 
 def erfcx(x: Array) -> Array:
@@ -204,4 +180,5 @@ for _op, _fn in {
     aten.special_spherical_bessel_j0.default: _spherical_bessel_j0,
     aten.special_erfcx.default: erfcx,
 }.items():
-    full_precision(_op, _fn)
+    # torch has these in float32 and float64 only.
+    elementwise(_op, promote_as=INT_TO_FLOAT, dtypes=FLOAT32_OR_64)(_fn)

@@ -2,67 +2,69 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from torch._ops import OpOverload
 
-from isthmus._graph.names import aten
+from isthmus._graph.names import aten, prims
 from isthmus._ops.common import (
     ALWAYS_BOOL,
-    DEFAULT,
+    FLOATING,
     INT_TO_FLOAT,
     NO_OPMATH,
+    REAL,
+    Array,
     Number,
+    Operand,
+    Scalar,
     cast,
     divide,
-    elementwise,
     is_bool,
-    ordered,
     promote,
 )
+from isthmus._ops.elementwise import elementwise
 from isthmus._ops.registry import lowering
 from isthmus._ops.value_checks import require
 from isthmus.errors import Unsupported
 
-Array = Any
+Alpha = Scalar
+"""Scales the second operand, but takes no part in promotion."""
 
 
-def _add(a: Array, b: Array, alpha: Any = None) -> Array:
-    if alpha is not None:
-        b = b * alpha
-    return jnp.logical_or(a, b) if a.dtype == jnp.bool_ else a + b
+def _combined(
+    function: Callable[[Array, Array], Array], self: Operand, other: Operand, alpha: Alpha = 1
+) -> Array:
+    """Return ``function(self, other * alpha)`` in the dtype that the operands promote to."""
+    compute, result = promote(self, other)
+    a, b = cast(self, compute), cast(other, compute)
+    if not (isinstance(alpha, int) and alpha == 1):
+        b = b * cast(alpha, compute)
+    return cast(function(a, b), result)
 
 
-def _sub(a: Array, b: Array, alpha: Any = None) -> Array:
-    return a - (b if alpha is None else b * alpha)
+@lowering(aten.add.Tensor, aten.add.Scalar)
+def add(self: Operand, other: Operand, alpha: Alpha = 1) -> Array:
+    """``self + other * alpha``; the sum of bools is whether either holds."""
+    return _combined(lambda a, b: jnp.logical_or(a, b) if a.dtype == jnp.bool_ else a + b, self, other, alpha)
 
 
-def _rsub(a: Array, b: Array, alpha: Any = None) -> Array:
-    return _sub(b, a, alpha)
+@lowering(aten.sub.Tensor, aten.sub.Scalar)
+def sub(self: Operand, other: Operand, alpha: Alpha = 1) -> Array:
+    """``self - other * alpha``."""
+    if is_bool(self) or is_bool(other):
+        raise Unsupported("a difference of bools, which torch refuses as well")
+    return _combined(jnp.subtract, self, other, alpha)
 
 
-def _with_alpha(op: Any, fn: Any) -> None:
-    """File an op with ``alpha``, which scales an operand but takes no part in promotion."""
-
-    @lowering(op)
-    def lowered(self: Any, other: Any, alpha: Any = 1) -> Array:
-        if fn is not _add and (is_bool(self) or is_bool(other)):
-            raise Unsupported("a difference of bools, which torch refuses as well")
-        compute, result = promote(self, other)
-        scale = None if isinstance(alpha, int) and alpha == 1 else cast(alpha, compute)
-        return cast(fn(cast(self, compute), cast(other, compute), scale), result)
-
-
-_with_alpha(aten.add.Tensor, _add)
-_with_alpha(aten.add.Scalar, _add)
-_with_alpha(aten.sub.Tensor, _sub)
-_with_alpha(aten.sub.Scalar, _sub)
-_with_alpha(aten.rsub.Tensor, _rsub)
-_with_alpha(aten.rsub.Scalar, _rsub)
+@lowering(aten.rsub.Tensor, aten.rsub.Scalar)
+def rsub(self: Operand, other: Operand, alpha: Alpha = 1) -> Array:
+    """``other - self * alpha``."""
+    return sub(other, self, alpha)
 
 
 def _mul(a: Array, b: Array) -> Array:
@@ -97,19 +99,19 @@ def _trunc_divide(a: Array, b: Array) -> Array:
 def _remainder(a: Array, b: Array) -> Array:
     if jnp.issubdtype(a.dtype, jnp.integer):
         return jnp.remainder(a, b)
-    found = jax.lax.rem(a, b)
-    return jnp.where((found != 0) & ((b < 0) != (found < 0)), found + b, found)
+    remainder = jax.lax.rem(a, b)
+    return jnp.where((remainder != 0) & ((b < 0) != (remainder < 0)), remainder + b, remainder)
 
 
 def _pow(a: Array, b: Array) -> Array:
     if jnp.issubdtype(a.dtype, jnp.integer):
         return _integer_pow(a, b)
-    found = jnp.power(a, b)
+    out = jnp.power(a, b)
     if not jnp.iscomplexobj(a):
-        return found
+        return out
     # The logarithm of a complex zero is of no use, and that of an infinite number loses its parts.
-    found = jnp.where((a == 0) & (b.real > 0), 0, found)
-    return found if b.ndim else jnp.where(b == 2, a * a, jnp.where(b == 3, a * a * a, found))
+    out = jnp.where((a == 0) & (b.real > 0), 0, out)
+    return out if b.ndim else jnp.where(b == 2, a * a, jnp.where(b == 3, a * a * a, out))
 
 
 def _integer_pow(a: Array, b: Array) -> Array:
@@ -144,21 +146,10 @@ def _minimum(a: Array, b: Array) -> Array:
     return jnp.logical_and(a, b) if a.dtype == jnp.bool_ else jnp.minimum(a, b)
 
 
-def _clamp(x: Array, low: Any = None, high: Any = None) -> Array:
+def _clamp(x: Array, low: Array | None = None, high: Array | None = None) -> Array:
     if low is not None:
         x = jnp.maximum(x, low)
     return x if high is None else jnp.minimum(x, high)
-
-
-def _floating(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of floating-point numbers, the only ones that torch takes."""
-
-    def checked(*given: Array) -> Array:
-        if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in given):
-            raise Unsupported("integers, which torch refuses as well")
-        return fn(*given)
-
-    return checked
 
 
 def logaddexp(a: Array, b: Array) -> Array:
@@ -169,90 +160,56 @@ def logaddexp(a: Array, b: Array) -> Array:
     ordered = a.real < b.real
     low, high = jnp.where(ordered, a, b), jnp.where(ordered, b, a)
     lost = jnp.isneginf(low.real - high.real)  # whatever the angle, which may be infinite
-    found = jnp.where(lost, high, jnp.log1p(jnp.exp(low - high)) + high)
+    out = jnp.where(lost, high, jnp.log1p(jnp.exp(low - high)) + high)
     both = jnp.isinf(low.real) & (low.real == high.real)
     at_infinity = jnp.where(low.real < 0, low, jnp.log(jnp.exp(low) + jnp.exp(high)))
-    nan = jnp.full_like(found, complex(math.nan, math.nan))
-    return jnp.where(jnp.isnan(a) | jnp.isnan(b), nan, jnp.where(both, at_infinity, found))
+    nan = jnp.full_like(out, complex(math.nan, math.nan))
+    return jnp.where(jnp.isnan(a) | jnp.isnan(b), nan, jnp.where(both, at_infinity, out))
 
 
-def _logaddexp2(a: Array, b: Array) -> Array:
-    if jnp.iscomplexobj(a):
-        raise Unsupported("logaddexp2 of complex numbers, which torch refuses as well")
-    return jnp.logaddexp2(a, b)
-
-
-SAME: dict[Any, Callable[..., Any]] = {
-    aten.mul.Tensor: _mul,
-    aten.mul.Scalar: _mul,
-    aten.bitwise_and.Tensor: jnp.bitwise_and,
-    aten.bitwise_and.Scalar: jnp.bitwise_and,
-    aten.bitwise_or.Tensor: jnp.bitwise_or,
-    aten.bitwise_or.Scalar: jnp.bitwise_or,
-    aten.bitwise_xor.Tensor: jnp.bitwise_xor,
-    aten.bitwise_xor.Scalar: jnp.bitwise_xor,
-    aten.fmax.default: ordered(jnp.fmax),
-    aten.fmin.default: ordered(jnp.fmin),
-    aten.maximum.default: ordered(_maximum),
-    aten.minimum.default: ordered(_minimum),
-    aten.pow.Tensor_Tensor: _pow,
-    aten.pow.Tensor_Scalar: _pow,
-    aten.pow.Scalar: _pow,
-    aten.clamp.default: ordered(_clamp),
-    aten.clamp.Tensor: ordered(_clamp),
-    aten.clamp_min.default: ordered(jnp.maximum),
-    aten.clamp_min.Tensor: ordered(jnp.maximum),
-    aten.clamp_max.default: ordered(jnp.minimum),
-    aten.clamp_max.Tensor: ordered(jnp.minimum),
-    aten.gcd.default: jnp.gcd,
-    aten.lcm.default: jnp.lcm,
-    aten.hypot.default: _floating(jnp.hypot),
-    aten.nextafter.default: _floating(jnp.nextafter),
+Table = dict[tuple[OpOverload, ...], Callable[..., Array]]
+SAME_DTYPE: Table = {
+    (aten.mul.Tensor, aten.mul.Scalar): _mul,
+    (aten.bitwise_and.Tensor, aten.bitwise_and.Scalar): jnp.bitwise_and,
+    (aten.bitwise_or.Tensor, aten.bitwise_or.Scalar): jnp.bitwise_or,
+    (aten.bitwise_xor.Tensor, aten.bitwise_xor.Scalar): jnp.bitwise_xor,
+    (aten.pow.Tensor_Tensor, aten.pow.Tensor_Scalar, aten.pow.Scalar): _pow,
+    (aten.gcd.default,): jnp.gcd,
+    (aten.lcm.default,): jnp.lcm,
 }
-FLOATING: dict[Any, Callable[..., Any]] = {
-    aten.div.Tensor: divide,
-    aten.div.Scalar: divide,
-    aten.atan2.default: ordered(jnp.arctan2),
-    aten.copysign.Tensor: jnp.copysign,
-    aten.copysign.Scalar: jnp.copysign,
-    aten.logaddexp.default: logaddexp,
-    aten.logaddexp2.default: _logaddexp2,
+# JAX orders complex numbers, which torch refuses to.
+ORDERED: Table = {
+    (aten.fmax.default,): jnp.fmax,
+    (aten.fmin.default,): jnp.fmin,
+    (aten.maximum.default,): _maximum,
+    (aten.minimum.default,): _minimum,
+    (aten.clamp.default, aten.clamp.Tensor): _clamp,
+    (aten.clamp_min.default, aten.clamp_min.Tensor): jnp.maximum,
+    (aten.clamp_max.default, aten.clamp_max.Tensor): jnp.minimum,
 }
-DIVISIONS: dict[Any, Callable[..., Any]] = {
-    aten.floor_divide.default: _floor_divide,
-    aten.fmod.Tensor: jax.lax.rem,
-    aten.fmod.Scalar: jax.lax.rem,
-    aten.remainder.Tensor: _remainder,
-    aten.remainder.Scalar: _remainder,
-    aten.remainder.Scalar_Tensor: _remainder,
-}
-COMPARISONS = {
-    "eq": jnp.equal,
-    "ne": jnp.not_equal,
-    "lt": ordered(jnp.less),
-    "le": ordered(jnp.less_equal),
-    "gt": ordered(jnp.greater),
-    "ge": ordered(jnp.greater_equal),
-}
-LOGICAL = {
-    aten.logical_and.default: jnp.logical_and,
-    aten.logical_or.default: jnp.logical_or,
-    aten.logical_xor.default: jnp.logical_xor,
-}
+for _ops, _fn in SAME_DTYPE.items():
+    elementwise(*_ops)(_fn)
+for _ops, _fn in ORDERED.items():
+    elementwise(*_ops, dtypes=REAL)(_fn)
+elementwise(aten.hypot.default, dtypes=FLOATING)(jnp.hypot)
+elementwise(aten.nextafter.default, dtypes=FLOATING)(jnp.nextafter)
+elementwise(aten.div.Tensor, aten.div.Scalar, promote_as=INT_TO_FLOAT)(divide)
+elementwise(aten.copysign.Tensor, aten.copysign.Scalar, promote_as=INT_TO_FLOAT)(jnp.copysign)
+elementwise(aten.logaddexp.default, promote_as=INT_TO_FLOAT)(logaddexp)
+elementwise(aten.logaddexp2.default, promote_as=INT_TO_FLOAT, dtypes=FLOATING)(jnp.logaddexp2)
+elementwise(aten.atan2.default, promote_as=INT_TO_FLOAT, dtypes=FLOATING)(jnp.arctan2)
+elementwise(aten.eq.Tensor, aten.eq.Scalar, promote_as=ALWAYS_BOOL)(jnp.equal)
+elementwise(aten.ne.Tensor, aten.ne.Scalar, promote_as=ALWAYS_BOOL)(jnp.not_equal)
+elementwise(aten.lt.Tensor, aten.lt.Scalar, promote_as=ALWAYS_BOOL, dtypes=REAL)(jnp.less)
+elementwise(aten.le.Tensor, aten.le.Scalar, promote_as=ALWAYS_BOOL, dtypes=REAL)(jnp.less_equal)
+elementwise(aten.gt.Tensor, aten.gt.Scalar, promote_as=ALWAYS_BOOL, dtypes=REAL)(jnp.greater)
+elementwise(aten.ge.Tensor, aten.ge.Scalar, promote_as=ALWAYS_BOOL, dtypes=REAL)(jnp.greater_equal)
+elementwise(aten.logical_and.default, promote_as=ALWAYS_BOOL)(jnp.logical_and)
+elementwise(aten.logical_or.default, promote_as=ALWAYS_BOOL)(jnp.logical_or)
+elementwise(aten.logical_xor.default, promote_as=ALWAYS_BOOL)(jnp.logical_xor)
 
 
-for _op, _fn in SAME.items():
-    elementwise(_op, _fn, promote_as=DEFAULT)
-for _op, _fn in FLOATING.items():
-    elementwise(_op, _fn, promote_as=INT_TO_FLOAT)
-for _name, _fn in COMPARISONS.items():
-    elementwise(getattr(aten, _name).Tensor, _fn, promote_as=ALWAYS_BOOL)
-    elementwise(getattr(aten, _name).Scalar, _fn, promote_as=ALWAYS_BOOL)
-for _op, _fn in LOGICAL.items():
-    elementwise(_op, _fn, promote_as=ALWAYS_BOOL)
-
-
-def _refuse_zeros(other: Any, b: Array) -> None:
+def _refuse_zeros(other: Operand, b: Array) -> None:
     """Raise what torch's CPU raises for integers divided by zero; XLA would answer with a number."""
     if not jnp.issubdtype(b.dtype, jnp.integer):
         return
@@ -265,82 +222,70 @@ def _refuse_zeros(other: Any, b: Array) -> None:
     require(b != 0, RuntimeError, "ZeroDivisionError")
 
 
-def _division(op: Any, fn: Callable[..., Any]) -> None:
-    """File a division, whose integers have no quotient by zero."""
-
-    def lowered(self: Any, other: Any) -> Array:
-        compute, result = promote(self, other)
-        a, b = jnp.broadcast_arrays(cast(self, compute), cast(other, compute))
-        _refuse_zeros(other, b)
-        return cast(fn(a, b), result)
-
-    lowered.__wrapped_function__ = fn  # type: ignore[attr-defined]
-    lowering(op)(lowered)
+def _division(function: Callable[[Array, Array], Array], self: Operand, other: Operand) -> Array:
+    """Divide and round; integers have no quotient by zero."""
+    compute, result = promote(self, other)
+    a, b = jnp.broadcast_arrays(cast(self, compute), cast(other, compute))
+    _refuse_zeros(other, b)
+    return cast(function(a, b), result)
 
 
-for _op, _fn in DIVISIONS.items():
-    _division(_op, _fn)
+for _ops, _fn in {
+    (aten.floor_divide.default,): _floor_divide,
+    (aten.fmod.Tensor, aten.fmod.Scalar): jax.lax.rem,
+    (aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor): _remainder,
+}.items():
+    lowering(*_ops)(functools.partial(_division, _fn))
 
 
-def _div_mode(op: Any) -> None:
-    @lowering(op)
-    def div(self: Array, other: Any, rounding_mode: str | None) -> Array:
-        """Divide, and round the quotient as asked."""
-        kind = INT_TO_FLOAT if rounding_mode is None else DEFAULT
-        compute, result = promote(self, other, kind=kind)
-        a, b = jnp.broadcast_arrays(cast(self, compute), cast(other, compute))
-        if rounding_mode is not None:
-            _refuse_zeros(other, b)
-        fn = {None: divide, "trunc": _trunc_divide, "floor": _floor_divide}[rounding_mode]
-        return cast(fn(a, b), result)
-
-
-_div_mode(aten.div.Tensor_mode)
-_div_mode(aten.div.Scalar_mode)
+@lowering(aten.div.Tensor_mode, aten.div.Scalar_mode)
+def div_mode(self: Array, other: Operand, rounding_mode: str | None) -> Array:
+    """Divide, and round the quotient down (``floor``) or towards zero (``trunc``) where asked."""
+    if rounding_mode is not None:
+        return _division({"trunc": _trunc_divide, "floor": _floor_divide}[rounding_mode], self, other)
+    compute, result = promote(self, other, kind=INT_TO_FLOAT)
+    return cast(divide(*jnp.broadcast_arrays(cast(self, compute), cast(other, compute))), result)
 
 
 @lowering(aten.where.self)
-def where(condition: Array, self: Any, other: Any) -> Array:
+def where(condition: Array, self: Operand, other: Operand) -> Array:
     """``self`` where the condition holds, ``other`` elsewhere."""
     _, result = promote(self, other, kind=NO_OPMATH)
     return jnp.where(condition != 0, cast(self, result), cast(other, result))
 
 
-@lowering(aten.masked_fill.Scalar)
-def masked_fill_scalar(self: Array, mask: Array, value: Any) -> Array:
-    """``value`` where the mask holds."""
+@lowering(prims.where.default)
+def prims_where(pred: Array, a: Operand, b: Operand) -> Array:
+    """Return the elements of ``a`` where a condition holds, those of ``b`` elsewhere; one may be a number."""
+    _, dtype = promote(a, b)
+    return jnp.where(pred, cast(a, dtype), cast(b, dtype))
+
+
+@lowering(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
+def masked_fill(self: Array, mask: Array, value: Operand) -> Array:
+    """``value``, a number or a 0-dim tensor, where the mask holds."""
     return jnp.where(mask, cast(value, self.dtype), self)
 
 
-@lowering(aten.masked_fill.Tensor)
-def masked_fill_tensor(self: Array, mask: Array, value: Array) -> Array:
-    """``value``, a 0-dim tensor, where the mask holds."""
-    return jnp.where(mask, cast(value, self.dtype), self)
+def _scaled(
+    function: Callable[[Array, Array], Array], self: Array, tensor1: Array, tensor2: Array, value: Scalar = 1
+) -> Array:
+    """``self + value * function(tensor1, tensor2)``."""
+    compute, result = promote(self, tensor1, tensor2)
+    a, b, c, scale = (cast(x, compute) for x in (self, tensor1, tensor2, value))
+    return cast(a + scale * function(b, c), result)
 
 
-def _scaled(op: Any, fn: Any) -> None:
-    @lowering(op)
-    def lowered(self: Array, tensor1: Array, tensor2: Array, value: Any = 1) -> Array:
-        compute, result = promote(self, tensor1, tensor2)
-        a, b, c, v = (cast(x, compute) for x in (self, tensor1, tensor2, value))
-        return cast(a + v * fn(b, c), result)
+lowering(aten.addcmul.default)(functools.partial(_scaled, jnp.multiply))
+lowering(aten.addcdiv.default)(functools.partial(_scaled, jnp.true_divide))
 
 
-_scaled(aten.addcmul.default, jnp.multiply)
-_scaled(aten.addcdiv.default, jnp.true_divide)
-
-
-def _lerp(op: Any) -> None:
-    @lowering(op)
-    def lerp(self: Array, end: Array, weight: Any) -> Array:
-        """Interpolate from whichever end is nearer, as torch does, so that weight 1 gives ``end`` exactly."""
-        compute, result = promote(self, end)
-        if jnp.issubdtype(result, jnp.integer):
-            raise Unsupported("integers, which torch refuses as well")
-        a, b, w = cast(self, compute), cast(end, compute), cast(weight, compute)
-        near = jnp.abs(w) < 0.5
-        return cast(jnp.where(near, a + w * (b - a), b - (b - a) * (1 - w)), result)
-
-
-_lerp(aten.lerp.Scalar)
-_lerp(aten.lerp.Tensor)
+@lowering(aten.lerp.Scalar, aten.lerp.Tensor)
+def lerp(self: Array, end: Array, weight: Operand) -> Array:
+    """Interpolate from whichever end is nearer, as torch does, so that weight 1 gives ``end`` exactly."""
+    compute, result = promote(self, end)
+    if jnp.issubdtype(result, jnp.integer):
+        raise Unsupported("integers, which torch refuses as well")
+    a, b, w = cast(self, compute), cast(end, compute), cast(weight, compute)
+    near = jnp.abs(w) < 0.5
+    return cast(jnp.where(near, a + w * (b - a), b - (b - a) * (1 - w)), result)

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-Array = Any
+from isthmus._ops.common import Array
+
 Function = Callable[[Array], Array]
 
 
@@ -43,18 +43,18 @@ def _turned(function: Function) -> Function:
     """Return ``-i f(iz)``: the sine of a hyperbolic sine, and so on."""
 
     def turned(z: Array) -> Array:
-        found = function(jax.lax.complex(-z.imag, z.real))
-        return jax.lax.complex(found.imag, -found.real)
+        w = function(jax.lax.complex(-z.imag, z.real))
+        return jax.lax.complex(w.imag, -w.real)
 
     return turned
 
 
 def _exp(z: Array) -> Array:
     x, y = z.real, z.imag
-    found = jnp.exp(z)
+    w = jnp.exp(z)
     lost = jnp.isinf(x) & ~jnp.isfinite(y)
-    real = jnp.where(lost, jnp.where(x > 0, jnp.inf, 0.0), found.real)
-    imag = jnp.where(lost, jnp.where(x > 0, jnp.nan, 0.0), found.imag)
+    real = jnp.where(lost, jnp.where(x > 0, jnp.inf, 0.0), w.real)
+    imag = jnp.where(lost, jnp.where(x > 0, jnp.nan, 0.0), w.imag)
     return jax.lax.complex(real, jnp.where(_alone(y, x), y, imag))
 
 
@@ -64,10 +64,8 @@ def _exp2(z: Array) -> Array:
 
 def _logarithm(function: Function) -> Function:
     def log(z: Array) -> Array:
-        found = function(z)
-        return jax.lax.complex(
-            jnp.where(jnp.isinf(z.real) | jnp.isinf(z.imag), jnp.inf, found.real), found.imag
-        )
+        w = function(z)
+        return jax.lax.complex(jnp.where(jnp.isinf(z.real) | jnp.isinf(z.imag), jnp.inf, w.real), w.imag)
 
     return log
 
@@ -78,9 +76,9 @@ def _abs(z: Array) -> Array:
 
 def _sqrt(z: Array) -> Array:
     x, y = z.real, z.imag
-    found = jnp.sqrt(jax.lax.complex(x, _plain(y)))
-    real = jnp.where(jnp.isposinf(x) | jnp.isinf(y), jnp.inf, found.real)
-    imag = jnp.where(jnp.isneginf(x) | jnp.isinf(y), jnp.inf, found.imag)
+    w = jnp.sqrt(jax.lax.complex(x, _plain(y)))
+    real = jnp.where(jnp.isposinf(x) | jnp.isinf(y), jnp.inf, w.real)
+    imag = jnp.where(jnp.isneginf(x) | jnp.isinf(y), jnp.inf, w.imag)
     return jax.lax.complex(real, _signed(imag, y))
 
 
@@ -92,11 +90,9 @@ def _sinh(z: Array) -> Array:
 
 
 def _sin(z: Array) -> Array:
-    found = _turned(_sinh)(z)
+    w = _turned(_sinh)(z)
     # Of an infinite sine the sign is nobody's; C's is positive.
-    return jax.lax.complex(
-        found.real, jnp.where(jnp.isinf(z.imag) & ~jnp.isfinite(z.real), jnp.inf, found.imag)
-    )
+    return jax.lax.complex(w.real, jnp.where(jnp.isinf(z.imag) & ~jnp.isfinite(z.real), jnp.inf, w.imag))
 
 
 def _cosh(z: Array) -> Array:
@@ -108,8 +104,8 @@ def _cosh(z: Array) -> Array:
 
 def _tanh(z: Array) -> Array:
     x, y = z.real, z.imag
-    found = jnp.tanh(z)
-    return jax.lax.complex(jnp.where(_alone(x, y), x, found.real), jnp.where(_alone(y, x), y, found.imag))
+    w = jnp.tanh(z)
+    return jax.lax.complex(jnp.where(_alone(x, y), x, w.real), jnp.where(_alone(y, x), y, w.imag))
 
 
 def _odd(function: Function) -> Function:
@@ -117,53 +113,53 @@ def _odd(function: Function) -> Function:
 
     def odd(z: Array) -> Array:
         x, y = z.real, z.imag
-        found = function(_wide(jax.lax.complex(_plain(x), _plain(y)))).astype(z.dtype)
-        return jax.lax.complex(_signed(found.real, x), _signed(found.imag, y))
+        w = function(_as_complex128(jax.lax.complex(_plain(x), _plain(y)))).astype(z.dtype)
+        return jax.lax.complex(_signed(w.real, x), _signed(w.imag, y))
 
     return odd
 
 
-def _wide(z: Array) -> Array:
+def _as_complex128(z: Array) -> Array:
     """Return complex numbers in double precision: squares of small parts must not vanish."""
     return z.astype(jnp.complex128)
 
 
 def _asinh(z: Array) -> Array:
     x, y = z.real, z.imag
-    found = jnp.arcsinh(z)
+    w = jnp.arcsinh(z)
     infinite = jnp.isinf(x) | jnp.isinf(y)
-    real = jnp.where(infinite, jnp.inf, found.real)
-    return jax.lax.complex(real, jnp.where(jnp.isnan(x) & (y == 0), y, found.imag))
+    real = jnp.where(infinite, jnp.inf, w.real)
+    return jax.lax.complex(real, jnp.where(jnp.isnan(x) & (y == 0), y, w.imag))
 
 
 def _atanh(z: Array) -> Array:
     x, y = z.real, z.imag
-    found = jnp.arctanh(z)
+    w = jnp.arctanh(z)
     # At infinity, whatever the other part, the answer is i pi / 2.
     far = jnp.isinf(x) | jnp.isinf(y)
-    real = jnp.where(far | ((x == 0) & jnp.isnan(y)), 0.0, found.real)
-    imag = jnp.where(jnp.isnan(x) | jnp.isnan(y), jnp.nan, found.imag)
+    real = jnp.where(far | ((x == 0) & jnp.isnan(y)), 0.0, w.real)
+    imag = jnp.where(jnp.isnan(x) | jnp.isnan(y), jnp.nan, w.imag)
     imag = jnp.where(jnp.isinf(y) | (jnp.isinf(x) & ~jnp.isnan(y)), math.pi / 2, imag)
     return jax.lax.complex(real, imag)
 
 
 def _acos(z: Array) -> Array:
     x, y = z.real, z.imag
-    found = jnp.arccos(_wide(jax.lax.complex(x, _plain(y)))).astype(z.dtype)
-    real = jnp.where((x == 0) & jnp.isnan(y), math.pi / 2, found.real)
-    imag = jnp.where(jnp.isinf(x) | jnp.isinf(y), jnp.inf, _plain(found.imag))
+    w = jnp.arccos(_as_complex128(jax.lax.complex(x, _plain(y)))).astype(z.dtype)
+    real = jnp.where((x == 0) & jnp.isnan(y), math.pi / 2, w.real)
+    imag = jnp.where(jnp.isinf(x) | jnp.isinf(y), jnp.inf, _plain(w.imag))
     return jax.lax.complex(real, _signed(imag, -y))
 
 
 def _acosh(z: Array) -> Array:
     x, y = z.real, z.imag
-    found = _acos(jax.lax.complex(x, _plain(y)))
-    imag = found.real
-    return jax.lax.complex(_plain(found.imag), _signed(imag, y))
+    w = _acos(jax.lax.complex(x, _plain(y)))
+    imag = w.real
+    return jax.lax.complex(_plain(w.imag), _signed(imag, y))
 
 
 def _log1p(z: Array) -> Array:
-    return jnp.log1p(_wide(z)).astype(z.dtype)
+    return jnp.log1p(_as_complex128(z)).astype(z.dtype)
 
 
 def _expm1(z: Array) -> Array:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import INT_TO_FLOAT, cast, elementwise, promote
+from isthmus._ops.common import FLOATING, INT_TO_FLOAT, REAL, Array, cast, promote
+from isthmus._ops.elementwise import elementwise
 from isthmus._ops.math.bessel import polynomial
 from isthmus._ops.registry import lowering
-from isthmus.errors import Unsupported
-
-Array = Any
 
 _EPSILON = 2.0**-53
 _BERNOULLI = (  # (2k)! / B_2k, the denominators of the Euler-Maclaurin sum
@@ -26,6 +24,13 @@ _BERNOULLI = (  # (2k)! / B_2k, the denominators of the Euler-Maclaurin sum
 )  # fmt: skip
 
 
+@elementwise(
+    aten.special_zeta.default,
+    aten.special_zeta.other_scalar,
+    aten.special_zeta.self_scalar,
+    promote_as=INT_TO_FLOAT,
+    dtypes=FLOATING,
+)
 def zeta(x: Array, q: Array) -> Array:
     """The Hurwitz zeta function, with torch's values where it has poles or is not defined."""
     return _zeta64(x, q).astype(x.dtype)
@@ -33,59 +38,56 @@ def zeta(x: Array, q: Array) -> Array:
 
 def _zeta64(x: Array, q: Array) -> Array:
     """The zeta function in double precision; its first term in the operands' own, as torch has it."""
-    if jnp.iscomplexobj(x):
-        raise Unsupported("special functions of complex numbers")
     own, tiny = jnp.power(q, -x).astype(jnp.float64), float(jnp.finfo(x.dtype).tiny)
     x, q = jnp.broadcast_arrays(x.astype(jnp.float64), q.astype(jnp.float64))
-    wide = jnp.power(q, -x)
-    first = jnp.where(jnp.abs(wide) < tiny, wide, own)  # XLA has no subnormal numbers
+    term64 = jnp.power(q, -x)
+    first = jnp.where(jnp.abs(term64) < tiny, term64, own)  # XLA has no subnormal numbers
     infinite = (x == 1) | ((q <= 0) & (q == jnp.floor(q)))
     undefined = (x < 1) | ((q <= 0) & (x != jnp.floor(x)) & ~infinite)
-    found = _euler_maclaurin(*_direct_sum(x, q, first, infinite | undefined), x)
-    found = jnp.where(infinite, jnp.full_like(x, jnp.inf), found)
-    return jnp.where(undefined, jnp.full_like(x, jnp.nan), found)
+    out = _euler_maclaurin(*_direct_sum(x, q, first, infinite | undefined), x)
+    out = jnp.where(infinite, jnp.full_like(x, jnp.inf), out)
+    return jnp.where(undefined, jnp.full_like(x, jnp.nan), out)
+
+
+State = tuple[Array, Array, Array, Array, Array]
 
 
 def _direct_sum(x: Array, q: Array, first: Array, done: Array) -> tuple[Array, Array, Array, Array]:
     """Sum nine terms, and more until they are past 9; stop where a term no longer counts."""
 
-    def left(state: tuple[Array, ...]) -> Array:
-        count, at, _, _, done = state
-        return ~done & ((count < 9) | (at <= 9))
+    def left(state: State) -> Array:
+        count, point, _, _, done = state
+        return ~done & ((count < 9) | (point <= 9))
 
-    def add(state: tuple[Array, ...]) -> tuple[Array, ...]:
-        count, at, term, total, done = state
+    def add(state: State) -> State:
+        count, point, term, total, done = state
         going = left(state)
-        at = jnp.where(going, at + 1, at)
-        term = jnp.where(going, jnp.power(at, -x), term)
+        point = jnp.where(going, point + 1, point)
+        term = jnp.where(going, jnp.power(point, -x), term)
         total = jnp.where(going, total + term, total)
         small = (-_EPSILON * total < term) & (term < _EPSILON * total)
-        return count + 1, at, term, total, done | (going & small)
+        return count + 1, point, term, total, done | (going & small)
 
     start = (jnp.zeros((), jnp.int64), q, jnp.zeros_like(q), first, done)
-    _, at, term, total, done = jax.lax.while_loop(lambda state: jnp.any(left(state)), add, start)
-    return at, term, total, done
+    _, point, term, total, done = jax.lax.while_loop(lambda state: jnp.any(left(state)), add, start)
+    return point, term, total, done
 
 
-def _euler_maclaurin(at: Array, term: Array, total: Array, done: Array, x: Array) -> Array:
+def _euler_maclaurin(point: Array, term: Array, total: Array, done: Array, x: Array) -> Array:
     """Add the rest of the sum, from the integral on; stop where a correction no longer counts."""
-    total = jnp.where(done, total, total + term * at / (x - 1) - 0.5 * term)
+    total = jnp.where(done, total, total + term * point / (x - 1) - 0.5 * term)
     factor, k = jnp.ones_like(x), 0
     for divisor in _BERNOULLI:
-        factor, term = factor * (x + k), term / at
+        factor, term = factor * (x + k), term / point
         change = factor * term / divisor
         total = jnp.where(done, total, total + change)
         done = done | (jnp.abs(change / total) < _EPSILON)
-        factor, term = factor * (x + (k + 1)), term / at
+        factor, term = factor * (x + (k + 1)), term / point
         k += 2
     return total
 
 
-for _overload in ("default", "other_scalar", "self_scalar"):
-    elementwise(getattr(aten.special_zeta, _overload), zeta, promote_as=INT_TO_FLOAT)
-
-
-@lowering(aten.polygamma.default)
+@lowering(aten.polygamma.default, dtypes=REAL)
 def polygamma(n: int, self: Array) -> Array:
     """The n-th derivative of digamma."""
     compute, result = promote(self, kind=INT_TO_FLOAT)
@@ -96,10 +98,10 @@ def polygamma(n: int, self: Array) -> Array:
         return cast(trigamma(x), result)
     # Factorial and zeta overflow and underflow as they do in the dtype, but for XLA's want of subnormal numbers.
     factorial = jnp.exp(jnp.asarray(math.lgamma(n + 1), compute)).astype(jnp.float64)
-    found = _zeta64(jnp.full_like(x, n + 1), x)
+    zetas = _zeta64(jnp.full_like(x, n + 1), x)
     smallest = float(jnp.finfo(compute).smallest_subnormal) / 2
-    found = jnp.where(jnp.abs(found) < smallest, jnp.zeros_like(found), found)
-    return cast((1 if n % 2 else -1) * factorial * found, result)
+    zetas = jnp.where(jnp.abs(zetas) < smallest, jnp.zeros_like(zetas), zetas)
+    return cast((1 if n % 2 else -1) * factorial * zetas, result)
 
 
 def digamma(x: Array) -> Array:
@@ -111,34 +113,37 @@ def digamma(x: Array) -> Array:
 def trigamma(x: Array) -> Array:
     """The derivative of digamma, by reflection for x below one half."""
     reflected = x < 0.5
-    at = jnp.where(reflected, 1 - x, x)
-    found = jnp.zeros_like(x)
+    point = jnp.where(reflected, 1 - x, x)
+    out = jnp.zeros_like(x)
     for _ in range(6):
-        found, at = found + 1 / (at * at), at + 1
-    z = 1 / (at * at)
-    found = found + (1 + 1 / (2 * at) + z * (1 / 6 - z * (1 / 30 - z * (1 / 42)))) / at
+        out, point = out + 1 / (point * point), point + 1
+    z = 1 / (point * point)
+    out = out + (1 + 1 / (2 * point) + z * (1 / 6 - z * (1 / 30 - z * (1 / 42)))) / point
     sine = jnp.sin(jnp.asarray(math.pi, x.dtype) * x)
-    return jnp.where(reflected, math.pi**2 / (sine * sine) - found, found)
+    return jnp.where(reflected, math.pi**2 / (sine * sine) - out, out)
 
 
-def _incomplete(op: Any, fn: Callable[[Array, Array], Array], at_zero: float) -> None:
-    """File an incomplete gamma function that is ``at_zero`` where its parameter is zero."""
+def _incomplete(
+    function: Callable[[Array, Array], Array], at_zero: float, self: Array, other: Array
+) -> Array:
+    """An incomplete gamma function that is ``at_zero`` where its parameter ``self`` is zero."""
+    compute, result = promote(self, other)
+    # float32 has too few digits for the logarithms of large numbers that the functions subtract.
+    a, x = (cast(operand, compute).astype(np.float64) for operand in (self, other))
+    a, x = jnp.broadcast_arrays(a, x)
+    large = a > _LARGE
+    safe = jnp.where(large | (a <= 0), jnp.ones_like(a), a)
+    out = jnp.where(large, _temme(a, x, 1 - at_zero), function(safe, x))
+    # nan as a parameter counts only where the other one does not decide: torch's order.
+    out = jnp.where(jnp.isinf(x), jnp.full_like(a, at_zero), out)
+    out = jnp.where(jnp.isinf(a) | (x == 0), jnp.full_like(a, 1 - at_zero), out)
+    out = jnp.where(a == 0, jnp.full_like(a, at_zero), out)
+    undefined = (a < 0) | (x < 0) | ((a == 0) & ~(x > 0)) | (jnp.isinf(a) & jnp.isinf(x))
+    return cast(jnp.where(undefined, jnp.full_like(a, jnp.nan), out), result)
 
-    @lowering(op)
-    def lowered(self: Array, other: Array) -> Array:
-        compute, result = promote(self, other)
-        # float32 has too few digits for the logarithms of large numbers that the functions subtract.
-        a, x = jnp.broadcast_arrays(cast(self, compute).astype(np.float64), cast(other, compute))
-        x = x.astype(np.float64)
-        large = a > _LARGE
-        safe = jnp.where(large | (a <= 0), jnp.ones_like(a), a)
-        found = jnp.where(large, _temme(a, x, 1 - at_zero), fn(safe, x))
-        # nan as a parameter counts only where the other one does not decide: torch's order.
-        found = jnp.where(jnp.isinf(x), jnp.full_like(a, at_zero), found)
-        found = jnp.where(jnp.isinf(a) | (x == 0), jnp.full_like(a, 1 - at_zero), found)
-        found = jnp.where(a == 0, jnp.full_like(a, at_zero), found)
-        undefined = (a < 0) | (x < 0) | ((a == 0) & ~(x > 0)) | (jnp.isinf(a) & jnp.isinf(x))
-        return cast(jnp.where(undefined, jnp.full_like(a, jnp.nan), found), result)
+
+lowering(aten.igamma.default)(functools.partial(_incomplete, jax.lax.igamma, 1.0))
+lowering(aten.igammac.default)(functools.partial(_incomplete, jax.lax.igammac, 0.0))
 
 
 _LARGE = 1e5
@@ -166,7 +171,3 @@ def _temme(a: Array, x: Array, upper: float) -> Array:
     rest = rest * jnp.exp(-a * half_square) / jnp.sqrt(2 * math.pi * a)
     side = 1 if upper else -1
     return 0.5 * jax.lax.erfc(side * eta * jnp.sqrt(a / 2)) + side * rest
-
-
-_incomplete(aten.igamma.default, jax.lax.igamma, 1.0)
-_incomplete(aten.igammac.default, jax.lax.igammac, 0.0)

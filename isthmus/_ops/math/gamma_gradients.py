@@ -7,19 +7,15 @@ point expansion for large parameters, and a fitted rational function between the
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import cast
+from isthmus._ops.common import FLOAT32_OR_64, Array, cast
 from isthmus._ops.math.bessel import polynomial
 from isthmus._ops.registry import lowering
-from isthmus.errors import Unsupported
-
-Array = Any
 
 # fmt: off
 _GAMMA = np.array([  # the power of log(x / alpha), then numerator and denominator by the power of log(alpha)
@@ -59,17 +55,17 @@ _DIGAMMA = (
 
 def _digamma(x: Array) -> Array:
     """The digamma function, rounded as torch rounds it: differences of it are what counts."""
-    total, at = jnp.zeros(x.shape, jnp.float64), x
+    total, point = jnp.zeros(x.shape, jnp.float64), x
     for _ in range(10):
-        small = at < 10
-        total = jnp.where(small, total - (1 / at).astype(jnp.float64), total)
-        at = jnp.where(small, at + 1, at)
-    z = 1 / (at * at).astype(jnp.float64)
-    found = total + jnp.log(at).astype(jnp.float64) - (0.5 / at).astype(jnp.float64)
-    found = found - z * polynomial(z, _DIGAMMA)
+        small = point < 10
+        total = jnp.where(small, total - (1 / point).astype(jnp.float64), total)
+        point = jnp.where(small, point + 1, point)
+    z = 1 / (point * point).astype(jnp.float64)
+    out = total + jnp.log(point).astype(jnp.float64) - (0.5 / point).astype(jnp.float64)
+    out = out - z * polynomial(z, _DIGAMMA)
     below = jax.lax.digamma(x)
-    found = jnp.where(x < 0, below, found.astype(x.dtype))
-    return jnp.where((x <= 0) & (x == jnp.floor(x)), jnp.full_like(x, jnp.inf), found)
+    out = jnp.where(x < 0, below, out.astype(x.dtype))
+    return jnp.where((x <= 0) & (x == jnp.floor(x)), jnp.full_like(x, jnp.inf), out)
 
 
 def _powers(x: Array, count: int) -> Array:
@@ -80,14 +76,12 @@ def _without_nan(x: Array) -> Array:
     return jnp.where(jnp.isnan(x), jnp.zeros_like(x), x)
 
 
-@lowering(aten._standard_gamma_grad.default)
+@lowering(aten._standard_gamma_grad.default, dtypes=FLOAT32_OR_64)
 def standard_gamma_grad(self: Array, output: Array) -> Array:
     """The gradient of ``output``, a sample of a standard gamma distribution, by its parameter."""
-    if self.dtype not in (np.float32, np.float64) or output.dtype != self.dtype:
-        raise Unsupported("gradients of gamma samples in these dtypes, which torch refuses as well")
     alpha, x = jnp.broadcast_arrays(self.astype(jnp.float64), output.astype(jnp.float64))
-    found = jnp.where(alpha > 8, _gamma_saddle(alpha, x), _gamma_rational(alpha, x))
-    return jnp.where(x < np.float32(0.8), _gamma_small(alpha, x), found).astype(self.dtype)
+    out = jnp.where(alpha > 8, _gamma_saddle(alpha, x), _gamma_rational(alpha, x))
+    return jnp.where(x < np.float32(0.8), _gamma_small(alpha, x), out).astype(self.dtype)
 
 
 def _gamma_small(alpha: Array, x: Array) -> Array:
@@ -122,18 +116,16 @@ def _gamma_rational(alpha: Array, x: Array) -> Array:
     return jnp.exp(p / q)
 
 
-@lowering(aten._dirichlet_grad.default)
+@lowering(aten._dirichlet_grad.default, dtypes=FLOAT32_OR_64)
 def dirichlet_grad(x: Array, alpha: Array, total: Array) -> Array:
     """The scaled gradient of ``x``, a component of a Dirichlet sample, by its parameter ``alpha``."""
-    if x.dtype not in (np.float32, np.float64) or alpha.dtype != x.dtype or total.dtype != x.dtype:
-        raise Unsupported("gradients of Dirichlet samples in these dtypes, which torch refuses as well")
     x, alpha, total = jnp.broadcast_arrays(x, alpha, total)
     beta, edge = total - alpha, total * x * (1 - x)
-    wide = [cast(v, jnp.float64) for v in (x, alpha, total)]
-    far = jnp.where((alpha > 6) & (beta > 6), _beta_saddle(*wide), _beta_rational(*wide))
+    doubles = [cast(v, jnp.float64) for v in (x, alpha, total)]
+    far = jnp.where((alpha > 6) & (beta > 6), _beta_saddle(*doubles), _beta_rational(*doubles))
     near_one, near_zero = (x >= 0.5) & (edge < 0.75), (x <= 0.5) & (edge < 2.5)
-    found = jnp.where(near_one, -_beta_small_by_beta(1 - x, beta, alpha), far.astype(x.dtype))
-    return jnp.where(near_zero, _beta_small_by_alpha(x, alpha, beta), found)
+    out = jnp.where(near_one, -_beta_small_by_beta(1 - x, beta, alpha), far.astype(x.dtype))
+    return jnp.where(near_zero, _beta_small_by_alpha(x, alpha, beta), out)
 
 
 def _beta_small_by_alpha(x: Array, alpha: Array, beta: Array) -> Array:

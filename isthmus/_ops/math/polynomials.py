@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from isthmus._graph.names import aten
-from isthmus._ops.math.bessel import full_precision
+from isthmus._ops.common import FLOAT32_OR_64, INT_TO_FLOAT, Array
+from isthmus._ops.elementwise import elementwise
 
-Array = Any
 Step = Callable[[Array, Array, Array], Array]
 
 
@@ -21,12 +20,12 @@ def _degree(n: Array) -> Array:
     return jnp.where(fits, jnp.trunc(n), -jnp.ones_like(n))
 
 
-def _recurrence(first: Array, step: Step, n: Array, wanted: Array) -> Array:
+def _recurrence(first: Array, step: Step, n: Array, needed: Array) -> Array:
     """The polynomial of degree n where it is wanted: ``step(k, last, before)`` gives degree k + 1.
 
     One loop runs to the highest degree wanted, and stops early once every value is nan.
     """
-    degree = jnp.where(wanted, n, 0).astype(jnp.int64)
+    degree = jnp.where(needed, n, 0).astype(jnp.int64)
 
     def left(state: tuple[Array, Array, Array]) -> Array:
         k, _, last = state
@@ -35,8 +34,8 @@ def _recurrence(first: Array, step: Step, n: Array, wanted: Array) -> Array:
     def advance(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         k, before, last = state
         going = left(state)
-        found = step(k.astype(first.dtype), last, before)
-        return k + 1, jnp.where(going, last, before), jnp.where(going, found, last)
+        value = step(k.astype(first.dtype), last, before)
+        return k + 1, jnp.where(going, last, before), jnp.where(going, value, last)
 
     start = (jnp.ones((), jnp.int64), jnp.ones_like(first), first)
     _, _, last = jax.lax.while_loop(lambda state: jnp.any(left(state)), advance, start)
@@ -48,11 +47,11 @@ def _divided(total: Array, count: Array) -> Array:
     return total / jnp.where(jnp.isnan(total), 1, count)
 
 
-def _known(n: Array, found: Array, *cases: tuple[Array, Array]) -> Array:
+def _known(n: Array, out: Array, *cases: tuple[Array, Array]) -> Array:
     """``found`` but for values known without it, the first case that holds first; 0 for negative degrees."""
     for condition, value in reversed(cases):
-        found = jnp.where(condition, value, found)
-    return jnp.where(n < 0, jnp.zeros_like(found), found)
+        out = jnp.where(condition, value, out)
+    return jnp.where(n < 0, jnp.zeros_like(out), out)
 
 
 def _sign(n: Array) -> Array:
@@ -66,18 +65,18 @@ def _closed_u(y: Array, n: Array, angle: Array) -> Array:
 
 
 def _closed_v(y: Array, n: Array, angle: Array) -> Array:
-    found = jnp.cos((n + 0.5) * angle) / jnp.cos(angle / 2)
-    return jnp.where(jnp.sin(angle / 2) != 1, found, _sign(n) * (2 * n + 1))
+    out = jnp.cos((n + 0.5) * angle) / jnp.cos(angle / 2)
+    return jnp.where(jnp.sin(angle / 2) != 1, out, _sign(n) * (2 * n + 1))
 
 
 def _closed_w(y: Array, n: Array, angle: Array) -> Array:
-    found = jnp.sin((n + 0.5) * angle) / jnp.sin(angle / 2)
-    return jnp.where(jnp.cos(angle / 2) != 1, found, jnp.where(y > 0, 2 * n + 1, _sign(n)))
+    out = jnp.sin((n + 0.5) * angle) / jnp.sin(angle / 2)
+    return jnp.where(jnp.cos(angle / 2) != 1, out, jnp.where(y > 0, 2 * n + 1, _sign(n)))
 
 
 def _closed_shifted_w(y: Array, n: Array, angle: Array) -> Array:
-    found = jnp.sin((n + 0.5) * angle) / jnp.sin(angle / 2)
-    return jnp.where(jnp.cos(angle / 2) != 1, found, _sign(n))
+    out = jnp.sin((n + 0.5) * angle) / jnp.sin(angle / 2)
+    return jnp.where(jnp.cos(angle / 2) != 1, out, _sign(n))
 
 
 _FIRST: dict[str, Callable[[Array], Array]] = {
@@ -117,11 +116,11 @@ def _chebyshev(kind: str, shifted: bool, above: int) -> Callable[[Array, Array],
         inside = (n > above) & (jnp.abs(y) < 1)
         # The degree multiplies the angle and its error, so it is rounded only once.
         angle = jnp.arccos(jnp.clip(y, -1, 1).astype(jnp.float64)).astype(y.dtype)
-        found = _recurrence(
+        out = _recurrence(
             _FIRST[kind](y), lambda k, last, before: (y + y) * last - before, n, ~(top | bottom | inside)
         )
         ends = ((top, _AT_ONE[kind](n)), (bottom, _AT_MINUS_ONE[kind](n)))
-        return _known(n, found, *ends, (inside, closed(y, n, angle)))
+        return _known(n, out, *ends, (inside, closed(y, n, angle)))
 
     return chebyshev
 
@@ -134,15 +133,15 @@ def _hermite_limit(n: Array) -> Array:
 def _hermite_polynomial_h(x: Array, n: Array) -> Array:
     x, n = jnp.broadcast_arrays(x, _degree(n))
     beyond = _hermite_limit(n)
-    found = _recurrence(x + x, lambda k, last, before: (x + x) * last - 2 * k * before, n, ~beyond)
-    return _known(n, found, (beyond, jnp.full_like(x, jnp.nan)))
+    out = _recurrence(x + x, lambda k, last, before: (x + x) * last - 2 * k * before, n, ~beyond)
+    return _known(n, out, (beyond, jnp.full_like(x, jnp.nan)))
 
 
 def _hermite_polynomial_he(x: Array, n: Array) -> Array:
     x, n = jnp.broadcast_arrays(x, _degree(n))
     beyond = _hermite_limit(n)
-    found = _recurrence(x, lambda k, last, before: x * last - k * before, n, ~beyond)
-    return _known(n, found, (beyond, jnp.full_like(x, jnp.nan)))
+    out = _recurrence(x, lambda k, last, before: x * last - k * before, n, ~beyond)
+    return _known(n, out, (beyond, jnp.full_like(x, jnp.nan)))
 
 
 def _laguerre_polynomial_l(x: Array, n: Array) -> Array:
@@ -162,8 +161,8 @@ def _legendre_polynomial_p(x: Array, n: Array) -> Array:
         return _divided((k + k + 1) * x * last - k * before, k + 1)
 
     top, bottom = x == 1, x == -1
-    found = _recurrence(x, step, n, ~(top | bottom))
-    return _known(n, found, (top, jnp.ones_like(x)), (bottom, _sign(n)))
+    out = _recurrence(x, step, n, ~(top | bottom))
+    return _known(n, out, (top, jnp.ones_like(x)), (bottom, _sign(n)))
 
 
 for _packet, _fn in {
@@ -180,5 +179,7 @@ for _packet, _fn in {
     aten.special_laguerre_polynomial_l: _laguerre_polynomial_l,
     aten.special_legendre_polynomial_p: _legendre_polynomial_p,
 }.items():
-    for _overload in ("default", "x_scalar", "n_scalar"):
-        full_precision(getattr(_packet, _overload), _fn)
+    # torch has these in float32 and float64 only.
+    elementwise(
+        _packet.default, _packet.x_scalar, _packet.n_scalar, promote_as=INT_TO_FLOAT, dtypes=FLOAT32_OR_64
+    )(_fn)

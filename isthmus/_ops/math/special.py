@@ -2,79 +2,79 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import jax.scipy.special as jsp
+from torch._ops import OpOverload
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import INT_TO_FLOAT, NO_OPMATH, cast, elementwise, ordered, promote, wrap_dims
+from isthmus._ops.common import FLOATING, INT_TO_FLOAT, NO_OPMATH, REAL, Array, Ints, cast, promote, wrap_dims
+from isthmus._ops.elementwise import elementwise
 from isthmus._ops.registry import lowering
 from isthmus.errors import Unsupported
 
-Array = Any
 
-
-def _real(x: Array) -> Array:
-    if jnp.iscomplexobj(x):
-        raise Unsupported("special functions of complex numbers")
-    return x
-
-
-def _xlogy(x: Array, y: Array) -> Array:
+def _times_log(x: Array, y: Array, log: Callable[[Array], Array]) -> Array:
     """x * log(y), 0 where x is 0 unless y is nan."""
-    product = jnp.where(x == 0, jnp.zeros((), x.dtype), x * jnp.log(y))
+    product = jnp.where(x == 0, jnp.zeros((), x.dtype), x * log(y))
     return jnp.where(jnp.isnan(y), jnp.full((), jnp.nan, x.dtype), product)
 
 
+@elementwise(
+    aten.xlogy.Tensor,
+    aten.xlogy.Scalar_Other,
+    aten.xlogy.Scalar_Self,
+    promote_as=INT_TO_FLOAT,
+    dtypes=FLOATING,
+)
+def _xlogy(x: Array, y: Array) -> Array:
+    return _times_log(x, y, jnp.log)
+
+
+@elementwise(
+    aten.special_xlog1py.default,
+    aten.special_xlog1py.other_scalar,
+    aten.special_xlog1py.self_scalar,
+    promote_as=INT_TO_FLOAT,
+)
 def _xlog1py(x: Array, y: Array) -> Array:
-    """x * log(1 + y), 0 where x is 0 unless y is nan."""
-    product = jnp.where(x == 0, jnp.zeros((), x.dtype), x * jnp.log1p(y))
-    return jnp.where(jnp.isnan(y), jnp.full((), jnp.nan, x.dtype), product)
+    return _times_log(x, y, jnp.log1p)
 
 
+@elementwise(aten.special_entr.default, promote_as=INT_TO_FLOAT)
 def _entr(x: Array) -> Array:
     """-x * log(x), 0 at 0 and -inf below."""
     inside = jnp.where(x > 0, -x * jnp.log(x), jnp.where(x == 0, 0.0, -jnp.inf).astype(x.dtype))
     return jnp.where(jnp.isnan(x), x, inside)
 
 
-_FLOATING: dict[Any, Any] = {
-    aten.i0.default: lambda x: jsp.i0(_real(x)),
-    aten.special_i0e.default: lambda x: jsp.i0e(_real(x)),
-    aten.special_i1.default: lambda x: jsp.i1(_real(x)),
-    aten.special_i1e.default: lambda x: jsp.i1e(_real(x)),
-    aten.special_ndtri.default: lambda x: jsp.ndtri(_real(x)),
-    aten.special_log_ndtr.default: lambda x: jsp.log_ndtr(_real(x)),
-    aten.special_entr.default: _entr,
-    aten.xlogy.Tensor: ordered(_xlogy),
-    aten.xlogy.Scalar_Other: ordered(_xlogy),
-    aten.xlogy.Scalar_Self: ordered(_xlogy),
-    aten.special_xlog1py.default: _xlog1py,
-    aten.special_xlog1py.other_scalar: _xlog1py,
-    aten.special_xlog1py.self_scalar: _xlog1py,
+_BESSEL_AND_NORMAL: dict[OpOverload, Callable[[Array], Array]] = {
+    aten.i0.default: jsp.i0,
+    aten.special_i0e.default: jsp.i0e,
+    aten.special_i1.default: jsp.i1,
+    aten.special_i1e.default: jsp.i1e,
+    aten.special_ndtri.default: jsp.ndtri,
+    aten.special_log_ndtr.default: jsp.log_ndtr,
 }
-for _op, _fn in _FLOATING.items():
-    elementwise(_op, _fn, promote_as=INT_TO_FLOAT)
+for _op, _fn in _BESSEL_AND_NORMAL.items():
+    elementwise(_op, promote_as=INT_TO_FLOAT, dtypes=FLOATING)(_fn)
 
 
+@elementwise(aten.logit.default, promote_as=INT_TO_FLOAT, dtypes=FLOATING)
 def _logit(x: Array, eps: float | None = None) -> Array:
     """log(x / (1 - x)), of x pushed ``eps`` away from 0 and 1."""
     if eps is not None:
         # The lower bound first: torch's order where eps is over one half.
-        x = jnp.where(_real(x) < eps, eps, jnp.where(x > 1 - eps, 1 - eps, x))
-    return jnp.log(_real(x) / (1 - x))
+        x = jnp.where(x < eps, eps, jnp.where(x > 1 - eps, 1 - eps, x))
+    return jnp.log(x / (1 - x))
 
 
-elementwise(aten.logit.default, _logit, promote_as=INT_TO_FLOAT, static=["eps"])
-
-
-@lowering(aten.heaviside.default)
+@lowering(aten.heaviside.default, dtypes=REAL)
 def heaviside(self: Array, values: Array) -> Array:
     """0 below zero, 1 above it, ``values`` at it; nan counts as below."""
-    if values.dtype != self.dtype or jnp.iscomplexobj(self):
-        raise Unsupported("heaviside of two dtypes or of complex numbers, which torch refuses as well")
     return jnp.where(self == 0, values, cast(self > 0, self.dtype))
 
 
@@ -129,20 +129,16 @@ def _shifted(x: Array, by: Array, left: bool) -> Array:
     return jnp.where(fits, jnp.right_shift(x, width), emptied)
 
 
-for _name, _left in (("left", True), ("right", False)):
-    for _overload in ("Tensor", "Tensor_Scalar", "Scalar_Tensor"):
-        _packet = getattr(aten, f"bitwise_{_name}_shift")
-        elementwise(
-            getattr(_packet, _overload), lambda a, b, left=_left: _shifted(a, b, left), promote_as=NO_OPMATH
-        )
-for _name, _left in (("__lshift__", True), ("__rshift__", False)):
-    for _overload in ("Tensor", "Scalar"):
-        _op = getattr(getattr(aten, _name), _overload)
-        elementwise(_op, lambda a, b, left=_left: _shifted(a, b, left), promote_as=NO_OPMATH)
+for _shift, _operator, _left in (
+    (aten.bitwise_left_shift, aten.__lshift__, True),
+    (aten.bitwise_right_shift, aten.__rshift__, False),
+):
+    _ops = (_shift.Tensor, _shift.Tensor_Scalar, _shift.Scalar_Tensor, _operator.Tensor, _operator.Scalar)
+    elementwise(*_ops, promote_as=NO_OPMATH)(functools.partial(_shifted, left=_left))
 
 
 @lowering(aten.hash_tensor.default)
-def hash_tensor(self: Array, dim: Any = (), keepdim: bool = False, mode: int = 0) -> Array:
+def hash_tensor(self: Array, dim: Ints = (), keepdim: bool = False, mode: int = 0) -> Array:
     """The exclusive or along dims of the elements' 64 bits, as an integer or a double."""
     if mode != 0 or jnp.iscomplexobj(self):
         raise Unsupported("a hash torch refuses as well")
@@ -151,5 +147,5 @@ def hash_tensor(self: Array, dim: Any = (), keepdim: bool = False, mode: int = 0
     else:
         words = cast(self, jnp.int64).astype(jnp.uint64)
     dims = wrap_dims(dim, self.ndim)
-    found = jax.lax.reduce(words, jnp.zeros((), jnp.uint64), jax.lax.bitwise_xor, dims)
-    return jnp.expand_dims(found, dims) if keepdim else found
+    hashes = jax.lax.reduce(words, jnp.zeros((), jnp.uint64), jax.lax.bitwise_xor, dims)
+    return jnp.expand_dims(hashes, dims) if keepdim else hashes

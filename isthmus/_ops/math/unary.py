@@ -1,33 +1,22 @@
-"""Elementwise ops of one tensor."""
+"""Elementwise ops of one tensor, and complex numbers."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import (
-    ALWAYS_BOOL,
-    COMPLEX_TO_FLOAT,
-    DEFAULT,
-    INT_TO_FLOAT,
-    elementwise,
-)
+from isthmus._ops.common import ALWAYS_BOOL, COMPLEX_TO_FLOAT, FLOATING, INT_TO_FLOAT, Array, cast, promote
+from isthmus._ops.elementwise import elementwise
 from isthmus._ops.math import complex_functions
 from isthmus._ops.math.gamma import digamma
-from isthmus.errors import Unsupported
-
-Array = Any
+from isthmus._ops.registry import lowering
 
 
-def _is_floating(x: Array) -> bool:
+def _is_inexact(x: Array) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
-
-
-def _is_complex(x: Array) -> bool:
-    return bool(jnp.issubdtype(x.dtype, jnp.complexfloating))
 
 
 def _sign(x: Array) -> Array:
@@ -37,14 +26,11 @@ def _sign(x: Array) -> Array:
     return (x > 0).astype(x.dtype) - (x < 0).astype(x.dtype)
 
 
-def _round(x: Array) -> Array:
-    return jnp.round(x) if _is_floating(x) else x
+def _keep_integers(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    return lambda x: function(x) if _is_inexact(x) else x
 
 
-def _keep_int(fn: Any) -> Any:
-    return lambda x: fn(x) if _is_floating(x) else x
-
-
+@elementwise(aten.abs.default, promote_as=COMPLEX_TO_FLOAT)
 def _abs(x: Array) -> Array:
     return x if x.dtype == jnp.bool_ else complex_functions.absolute(x)
 
@@ -54,14 +40,13 @@ def _sinc(x: Array) -> Array:
     return jnp.where(jnp.isinf(x), jnp.full_like(x, jnp.nan), jnp.sinc(x))
 
 
+@elementwise(aten.erfinv.default, promote_as=INT_TO_FLOAT, dtypes=FLOATING)
 def _erfinv(x: Array) -> Array:
-    if _is_complex(x):
-        raise Unsupported("erfinv of complex numbers, which torch refuses as well")
     # XLA's float32 approximation is 50 ulps off near the ends, where torch's is exact.
     return jax.lax.erf_inv(x.astype(jnp.float64)).astype(x.dtype)
 
 
-FLOATING = {
+FLOATING_RESULT = {
     aten.acos.default: complex_functions.acos,
     aten.acosh.default: complex_functions.acosh,
     aten.asin.default: complex_functions.asin,
@@ -73,7 +58,6 @@ FLOATING = {
     aten.digamma.default: digamma,
     aten.erf.default: jax.lax.erf,
     aten.erfc.default: jax.lax.erfc,
-    aten.erfinv.default: _erfinv,
     aten.exp.default: complex_functions.exp,
     aten.exp2.default: complex_functions.exp2,
     aten.expm1.default: complex_functions.expm1,
@@ -92,31 +76,66 @@ FLOATING = {
     aten.tan.default: complex_functions.tan,
     aten.tanh.default: complex_functions.tanh,
 }
-SAME = {
+SAME_DTYPE = {
     aten.bitwise_not.default: jnp.bitwise_not,
-    aten.ceil.default: _keep_int(jnp.ceil),
+    aten.ceil.default: _keep_integers(jnp.ceil),
     aten.conj_physical.default: jnp.conj,
-    aten.floor.default: _keep_int(jnp.floor),
+    aten.floor.default: _keep_integers(jnp.floor),
     aten.neg.default: jnp.negative,
     aten.relu.default: lambda x: jnp.where(x < 0, jnp.zeros_like(x), x),
-    aten.round.default: _round,
+    aten.round.default: _keep_integers(jnp.round),
     aten.sign.default: _sign,
-    aten.trunc.default: _keep_int(jnp.trunc),
+    aten.trunc.default: _keep_integers(jnp.trunc),
     aten.frac.default: lambda x: x - jnp.trunc(x),
 }
 BOOLEAN = {
     aten.isinf.default: jnp.isinf,
     aten.isnan.default: jnp.isnan,
-    aten.isneginf.default: lambda x: jnp.isneginf(x) if _is_floating(x) else jnp.zeros(x.shape, bool),
-    aten.isposinf.default: lambda x: jnp.isposinf(x) if _is_floating(x) else jnp.zeros(x.shape, bool),
+    aten.isneginf.default: lambda x: jnp.isneginf(x) if _is_inexact(x) else jnp.zeros(x.shape, bool),
+    aten.isposinf.default: lambda x: jnp.isposinf(x) if _is_inexact(x) else jnp.zeros(x.shape, bool),
     aten.logical_not.default: jnp.logical_not,
-    aten.signbit.default: lambda x: jnp.signbit(x) if _is_floating(x) else x < 0,
+    aten.signbit.default: lambda x: jnp.signbit(x) if _is_inexact(x) else x < 0,
 }
 
-for _op, _fn in FLOATING.items():
-    elementwise(_op, _fn, promote_as=INT_TO_FLOAT)
-for _op, _fn in SAME.items():
-    elementwise(_op, _fn, promote_as=DEFAULT)
+for _op, _fn in FLOATING_RESULT.items():
+    elementwise(_op, promote_as=INT_TO_FLOAT)(_fn)
+for _op, _fn in SAME_DTYPE.items():
+    elementwise(_op)(_fn)
 for _op, _fn in BOOLEAN.items():
-    elementwise(_op, _fn, promote_as=ALWAYS_BOOL)
-elementwise(aten.abs.default, _abs, promote_as=COMPLEX_TO_FLOAT)
+    elementwise(_op, promote_as=ALWAYS_BOOL)(_fn)
+
+
+# Complex numbers: made of parts, and taken apart
+
+
+@lowering(aten.complex.default)
+def complex(real: Array, imag: Array) -> Array:
+    """A complex number of its two parts."""
+    return jax.lax.complex(*jnp.broadcast_arrays(real, imag))
+
+
+@lowering(aten.polar.default)
+def polar(abs: Array, angle: Array) -> Array:
+    """A complex number of its length and its angle."""
+    length, turn = jnp.broadcast_arrays(abs, angle)
+    return jax.lax.complex(length * jnp.cos(turn), length * jnp.sin(turn))
+
+
+@lowering(aten.angle.default)
+def angle(self: Array) -> Array:
+    """The angle of a complex number; of a real one pi below zero, 0 elsewhere, nan for nan."""
+    if jnp.iscomplexobj(self):
+        return jnp.arctan2(self.imag, self.real)
+    compute, result = promote(self, kind=INT_TO_FLOAT)
+    x = cast(self, compute)
+    angles = jnp.where(x < 0, jnp.asarray(jnp.pi, compute), jnp.zeros((), compute))
+    return cast(jnp.where(jnp.isnan(x), x, angles), result)
+
+
+@elementwise(aten.sgn.default)
+def _sgn(x: Array) -> Array:
+    """The complex number of length one in the same direction, 0 for 0; the sign of a real number."""
+    if jnp.iscomplexobj(x):
+        length = jnp.abs(x)
+        return jnp.where(length == 0, jnp.zeros((), x.dtype), x / jnp.where(length == 0, 1, length))
+    return _sign(x)

@@ -4,42 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from torch._ops import OpOverload
 
-from isthmus._graph.names import Missing, aten
-from isthmus._ops.common import accumulation_dtype, cast, keyword_signature, promote, wrap_dim
-from isthmus._ops.known_schemas import arguments_of
+from isthmus._graph.names import aten
+from isthmus._ops.common import INEXACT, Array, Scalar, accumulation_dtype, cast, wrap_dim
+from isthmus._ops.elementwise import elementwise
 from isthmus._ops.registry import lowering
-from isthmus.errors import Unsupported
-
-Array = Any
-TAKES_INTEGERS = (aten.hardtanh.default, aten.threshold.default, aten.threshold_backward.default)
-
-
-def activation(op: Any, function: Callable[..., Any]) -> None:
-    """File ``function`` for ``op``: its tensors in the computation dtype, its numbers cast to that dtype."""
-    if isinstance(op, Missing):
-        lowering(op)(function)
-        return
-    arguments = arguments_of(op)
-
-    def lowered(**values: Any) -> Any:
-        tensors = [values[a.name] for a in arguments if a.kind == "tensor"]
-        compute, result = promote(*tensors)
-        if not jnp.issubdtype(compute, jnp.inexact) and op not in TAKES_INTEGERS:
-            raise Unsupported(f"{op} of {compute}, which torch refuses")
-        given = [values[a.name] if a.kind == "static" else cast(values[a.name], compute) for a in arguments]
-        found = function(*given)
-        return tuple(cast(f, result) for f in found) if isinstance(found, tuple) else cast(found, result)
-
-    lowered.__doc__ = function.__doc__
-    lowered.__signature__ = keyword_signature([a.name for a in arguments])  # type: ignore[attr-defined]
-    lowered.__wrapped_function__ = function  # type: ignore[attr-defined]
-    lowering(op)(lowered)
-
 
 _TANH_SCALE = math.sqrt(2 / math.pi)
 _TANH_CUBE = 0.044715
@@ -133,11 +106,6 @@ def log_sigmoid(x: Array) -> Array:
     return jnp.minimum(x, 0) - jnp.log1p(jnp.exp(-jnp.abs(x)))
 
 
-def _log_sigmoid_backward(grad: Array, x: Array) -> Array:
-    z = jnp.exp(-jnp.abs(x))
-    return grad * jnp.where(x < 0, 1 - z / (1 + z), z / (1 + z))
-
-
 def _prelu_backward(grad: Array, x: Array, weight: Array) -> tuple[Array, Array]:
     positive = x > 0
     return jnp.where(positive, grad, weight * grad), jnp.where(positive, jnp.zeros_like(grad), x * grad)
@@ -148,7 +116,7 @@ def _logit_backward(grad: Array, x: Array, eps: float | None) -> Array:
     return jnp.where((x < low) | (x > 1 - low), jnp.full_like(grad, outside), grad / (x * (1 - x)))
 
 
-ACTIVATIONS: dict[Any, Callable[..., Any]] = {
+ACTIVATIONS: dict[OpOverload, Callable[..., Array | tuple[Array, ...]]] = {
     aten.gelu.default: _gelu,
     aten.gelu_backward.default: _gelu_backward,
     aten.silu.default: lambda x: x * jax.nn.sigmoid(x),
@@ -157,7 +125,6 @@ ACTIVATIONS: dict[Any, Callable[..., Any]] = {
     aten.elu_backward.default: _elu_backward,
     aten.leaky_relu.default: lambda x, slope: jnp.where(x > 0, x, x * slope),
     aten.leaky_relu_backward.default: lambda g, x, slope, _: jnp.where(x > 0, g, g * slope),
-    aten.hardtanh.default: _hardtanh,
     aten.hardtanh_backward.default: _hardtanh_backward,
     aten.hardswish.default: _hardswish,
     aten.hardswish_backward.default: _hardswish_backward,
@@ -167,8 +134,6 @@ ACTIVATIONS: dict[Any, Callable[..., Any]] = {
     aten.hardshrink_backward.default: _shrink_backward,
     aten.softshrink.default: _softshrink,
     aten.softshrink_backward.default: _shrink_backward,
-    aten.threshold.default: lambda x, threshold, value: jnp.where(x <= threshold, value, x),
-    aten.threshold_backward.default: lambda g, x, threshold: jnp.where(x <= threshold, jnp.zeros_like(g), g),
     aten.softplus.default: _softplus,
     aten.softplus_backward.default: _softplus_backward,
     aten.mish.default: _mish,
@@ -179,47 +144,55 @@ ACTIVATIONS: dict[Any, Callable[..., Any]] = {
     aten.tanh_backward.default: lambda g, y: g * jnp.conj(1 - y * y),
     aten.logit_backward.default: _logit_backward,
 }
+# torch takes integers here as well.
+TAKES_INTEGERS: dict[OpOverload, Callable[..., Array]] = {
+    aten.hardtanh.default: _hardtanh,
+    aten.threshold.default: lambda x, threshold, value: jnp.where(x <= threshold, value, x),
+    aten.threshold_backward.default: lambda g, x, threshold: jnp.where(x <= threshold, jnp.zeros_like(g), g),
+}
+# A threshold or a slope is cast to the dtype of the tensors: a float beside integers does not make them floats.
 for _op, _fn in ACTIVATIONS.items():
-    activation(_op, _fn)
+    elementwise(_op, numbers_promote=False, dtypes=INEXACT)(_fn)
+for _op, _fn in TAKES_INTEGERS.items():
+    elementwise(_op, numbers_promote=False)(_fn)
 
 
-@lowering(aten.log_sigmoid_forward.default)
+@lowering(aten.log_sigmoid_forward.default, accumulate=True)
 def log_sigmoid_forward(self: Array) -> tuple[Array, Array]:
     """The logarithm of the sigmoid, and the exponential that the CPU's backward starts from."""
-    wide = cast(self, accumulation_dtype(self.dtype))
-    return cast(log_sigmoid(wide), self.dtype), cast(jnp.exp(-jnp.abs(wide)), self.dtype)
+    return log_sigmoid(self), jnp.exp(-jnp.abs(self))
 
 
-@lowering(aten.log_sigmoid_backward.default)
+@lowering(aten.log_sigmoid_backward.default, accumulate="self")
 def log_sigmoid_backward(grad_output: Array, self: Array, buffer: Array) -> Array:
-    """The gradient of ``log_sigmoid``, from its input alone."""
-    wide = accumulation_dtype(self.dtype)
-    return cast(_log_sigmoid_backward(cast(grad_output, wide), cast(self, wide)), self.dtype)
+    """The gradient of ``log_sigmoid``, from its input alone: ``buffer`` is empty on some devices."""
+    z = jnp.exp(-jnp.abs(self))
+    return grad_output * jnp.where(self < 0, 1 - z / (1 + z), z / (1 + z))
 
 
-@lowering(aten.glu.default)
+@lowering(aten.glu.default, accumulate=True)
 def glu(self: Array, dim: int = -1) -> Array:
     """One half gated by the sigmoid of the other."""
-    a, b = jnp.split(cast(self, accumulation_dtype(self.dtype)), 2, axis=wrap_dim(dim, self.ndim))
-    return cast(a * jax.nn.sigmoid(b), self.dtype)
+    a, b = jnp.split(self, 2, axis=wrap_dim(dim, self.ndim))
+    return a * jax.nn.sigmoid(b)
 
 
-@lowering(aten.glu_backward.default)
+@lowering(aten.glu_backward.default, accumulate="self")
 def glu_backward(grad_output: Array, self: Array, dim: int) -> Array:
     """The gradient of ``glu`` for both halves."""
-    wide, axis = accumulation_dtype(self.dtype), wrap_dim(dim, self.ndim)
-    a, b = jnp.split(cast(self, wide), 2, axis=axis)
-    gate, grad = jax.nn.sigmoid(b), cast(grad_output, wide)
-    return cast(jnp.concatenate([grad * gate, grad * a * gate * (1 - gate)], axis), self.dtype)
+    axis = wrap_dim(dim, self.ndim)
+    a, b = jnp.split(self, 2, axis=axis)
+    gate = jax.nn.sigmoid(b)
+    return jnp.concatenate([grad_output * gate, grad_output * a * gate * (1 - gate)], axis)
 
 
-@lowering(aten.glu_jvp.default)
+@lowering(aten.glu_jvp.default, accumulate="glu")
 def glu_jvp(glu: Array, x: Array, dx: Array, dim: int) -> Array:
     """The tangent of ``glu``."""
-    wide, axis = accumulation_dtype(x.dtype), wrap_dim(dim, x.ndim)
-    b, (da, db) = jnp.split(cast(x, wide), 2, axis=axis)[1], jnp.split(cast(dx, wide), 2, axis=axis)
+    axis = wrap_dim(dim, x.ndim)
+    b, (da, db) = jnp.split(x, 2, axis=axis)[1], jnp.split(dx, 2, axis=axis)
     gate = jax.nn.sigmoid(b)
-    return cast(da * gate + cast(glu, wide) * (1 - gate) * db, glu.dtype)
+    return da * gate + glu * (1 - gate) * db
 
 
 @lowering(aten.glu_backward_jvp.default)
@@ -233,13 +206,18 @@ def glu_backward_jvp(
 
 @lowering(aten.rrelu_with_noise_functional.default, random=True)
 def rrelu_with_noise(
-    self: Array, noise: Array, rng: Any, lower: Any = 0.125, upper: Any = 1 / 3, training: bool = False
+    self: Array,
+    noise: Array,
+    rng: Array,
+    lower: Scalar = 0.125,
+    upper: Scalar = 1 / 3,
+    training: bool = False,
 ) -> tuple[Array, Array]:
-    """A leaky ReLU: slopes drawn at random in training, kept in ``noise``, and their mean otherwise."""
-    wide = accumulation_dtype(self.dtype)
-    x, low, high = cast(self, wide), cast(lower, wide), cast(upper, wide)
+    """A leaky ReLU: slopes drawn at random in training, which ``noise`` saves for backward, their mean otherwise."""
+    x = cast(self, accumulation_dtype(self.dtype))
+    low, high = cast(lower, x.dtype), cast(upper, x.dtype)
     if not training:
         return cast(jnp.where(x > 0, x, x * ((low + high) / 2)), self.dtype), noise
-    drawn = low + jax.random.uniform(rng, x.shape, wide) * (high - low)
+    drawn = low + jax.random.uniform(rng, x.shape, x.dtype) * (high - low)
     slopes = jnp.where(x <= 0, drawn, jnp.ones_like(drawn))
     return cast(x * slopes, self.dtype), cast(slopes, noise.dtype)

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import accumulation_dtype, cast
-from isthmus._ops.linalg.matmul import precision
+from isthmus._ops.common import Array, accumulation_dtype, cast
+from isthmus._ops.linalg.matmul import einsum
 from isthmus._ops.registry import lowering
 from isthmus._runtime import compiler, private
 from isthmus.errors import Unsupported
-
-Array = Any
 
 
 def _bias(logits: Array, bias: Array | None, is_causal: bool) -> Array:
@@ -49,17 +46,16 @@ def attention(
 
     Dims are (batch, heads, length, width); there may be fewer key heads than query heads.
     """
-    wide = accumulation_dtype(query.dtype)
+    acc_dtype = accumulation_dtype(query.dtype)
     batch, heads, length, width = query.shape
     shared = heads // max(key.shape[1], 1)
     factor = 1 / math.sqrt(width) if scale is None else scale
     grouped = query.reshape(batch, key.shape[1], shared, length, width)
-    how: dict[str, Any] = {"precision": precision(), "preferred_element_type": wide}
-    logits = jnp.einsum("bhgqd,bhkd->bhgqk", grouped, key, **how) * factor
+    logits = einsum("bhgqd,bhkd->bhgqk", grouped, key, acc_dtype) * factor
     logits = _bias(logits.reshape(batch, heads, length, key.shape[2]), bias, is_causal)
     chances, sums = _softmax(logits)
     split = cast(chances, value.dtype).reshape(batch, key.shape[1], shared, length, key.shape[2])
-    out = jnp.einsum("bhgqk,bhkd->bhgqd", split, value, **how)
+    out = einsum("bhgqk,bhkd->bhgqd", split, value, acc_dtype)
     return out.reshape(batch, heads, length, value.shape[-1]), sums
 
 
@@ -93,11 +89,17 @@ def _fastest(
     return attention(query, key, value, bias, is_causal, scale)
 
 
-def _lift(x: Array | None) -> Array | None:
-    return x if x is None or x.ndim == 4 else x.reshape((1,) * (4 - x.ndim) + x.shape)
+def _lift(x: Array) -> Array:
+    return x if x.ndim == 4 else x.reshape((1,) * (4 - x.ndim) + x.shape)
 
 
-@lowering(aten._scaled_dot_product_fused_attention_overrideable.default, matmul=True)
+def _lift_bias(bias: Array | None) -> Array | None:
+    return None if bias is None else _lift(bias)
+
+
+@lowering(
+    aten._scaled_dot_product_fused_attention_overrideable.default, matmul=True, ignores=("return_debug_mask",)
+)
 def fused_attention(
     query: Array,
     key: Array,
@@ -105,13 +107,12 @@ def fused_attention(
     attn_bias: Array | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    return_debug_mask: bool = False,
     scale: float | None = None,
-) -> tuple[Any, ...]:
+) -> tuple[Array | int | None, ...]:
     """Attention without dropout; the extra results are what backward would need of a fused kernel."""
     if dropout_p:
         raise Unsupported("dropout inside attention")
-    out, sums = _fastest(_lift(query), _lift(key), _lift(value), _lift(attn_bias), is_causal, scale)
+    out, sums = _fastest(_lift(query), _lift(key), _lift(value), _lift_bias(attn_bias), is_causal, scale)
     out = cast(out.reshape(*query.shape[:-1], value.shape[-1]), query.dtype)
     nothing = jnp.zeros((), jnp.int64)
     return (out, cast(sums, jnp.float32), None, None, query.shape[-2], key.shape[-2], nothing, nothing, None)
@@ -121,28 +122,24 @@ def _flash_gradients(
     grad: Array, qkv: tuple[Array, ...], out: Array, sums: Array, is_causal: bool, scale: float | None
 ) -> tuple[Array, ...]:
     g, q, k, v, o = (x.swapaxes(1, 2) for x in (grad, *qkv, out))
-    found = private.cudnn_attention_gradients(g, q, k, v, o, sums, is_causal, _scale(qkv[0], scale))
-    return tuple(x.swapaxes(1, 2) for x in found)
+    gradients = private.cudnn_attention_gradients(g, q, k, v, o, sums, is_causal, _scale(qkv[0], scale))
+    return tuple(x.swapaxes(1, 2) for x in gradients)
 
 
-@lowering(aten._scaled_dot_product_fused_attention_overrideable_backward.default, matmul=True)
+_SAVED = ("grad_input_mask", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
+
+
+@lowering(aten._scaled_dot_product_fused_attention_overrideable_backward.default, matmul=True, ignores=_SAVED)
 def fused_attention_backward(
     grad_out: Array,
     query: Array,
     key: Array,
     value: Array,
     attn_bias: Array | None,
-    grad_input_mask: list[bool],
     out: Array,
     logsumexp: Array,
-    cum_seq_q: Array | None,
-    cum_seq_k: Array | None,
-    max_q: int,
-    max_k: int,
     dropout_p: float,
     is_causal: bool,
-    philox_seed: Array,
-    philox_offset: Array,
     scale: float | None = None,
 ) -> tuple[Array | None, ...]:
     """The gradients for query, key, value and bias, with the probabilities computed again."""
@@ -154,18 +151,18 @@ def fused_attention_backward(
                 cast(grad_out, query.dtype), (query, key, value), out, logsumexp, is_causal, scale
             )
             return (*gradients, None)
-    wide = accumulation_dtype(query.dtype)
+    acc_dtype = accumulation_dtype(query.dtype)
     floating = attn_bias is not None and jnp.issubdtype(attn_bias.dtype, jnp.floating)
     operands = [query, key, value] + ([attn_bias] if floating else [])
 
-    def forward(*given: Array) -> Array:
-        bias = given[3] if floating else attn_bias
-        q, k, v = (_lift(a) for a in given[:3])
-        found, _ = attention(q, k, v, _lift(bias), is_causal, scale)
-        return found.reshape(grad_out.shape)
+    def forward(*inputs: Array) -> Array:
+        bias = inputs[3] if floating else attn_bias
+        q, k, v = (_lift(a) for a in inputs[:3])
+        attended, _ = attention(q, k, v, _lift_bias(bias), is_causal, scale)
+        return attended.reshape(grad_out.shape)
 
     _, transpose = jax.vjp(forward, *operands)
-    grads: list[Array | None] = list(transpose(cast(grad_out, wide)))
+    grads: list[Array | None] = list(transpose(cast(grad_out, acc_dtype)))
     if attn_bias is not None and not floating:
         grads.append(jnp.zeros_like(attn_bias))
     return (*grads, None) if attn_bias is None else tuple(grads)
@@ -184,7 +181,7 @@ def attention_for_cpu(
     """Attention as graphs of CPU tensors have it; also the sums that its backward is given."""
     if dropout_p:
         raise Unsupported("dropout inside attention")
-    out, sums = _fastest(query, key, value, _lift(attn_mask), is_causal, scale)
+    out, sums = _fastest(query, key, value, _lift_bias(attn_mask), is_causal, scale)
     # Where there is nothing to attend to, torch saves 0 here.
     sums = jnp.where(jnp.isneginf(sums), jnp.zeros_like(sums), sums)
     return cast(out, query.dtype), cast(sums, accumulation_dtype(query.dtype))
@@ -204,7 +201,5 @@ def attention_for_cpu_backward(
     scale: float | None = None,
 ) -> tuple[Array | None, ...]:
     """The gradients for query, key and value; a mask that needs one never comes this way."""
-    wanted = [True, True, True, False]
-    sizes = (None, None, query.shape[-2], key.shape[-2])
-    saved = (attn_mask, wanted, out, logsumexp, *sizes, dropout_p, is_causal, None, None, scale)
+    saved = (attn_mask, out, logsumexp, dropout_p, is_causal, scale)
     return fused_attention_backward(grad_out, query, key, value, *saved)[:3]

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import accumulation_dtype, cast, product_dtype
+from isthmus._ops.common import Array, Ints, accumulation_dtype, cast, each_dim, product_dtype, transpose_of
 from isthmus._ops.nn import cpu_convolution
 from isthmus._ops.nn.cpu_convolution import Convolution, whole
 from isthmus._ops.registry import lowering
 from isthmus.errors import Unsupported
 
-Array = Any
-
-
-def _each(value: Sequence[int], n: int) -> list[int]:
-    """Return one value per spatial dim: torch lets one stand for all."""
-    return list(value) * n if len(value) == 1 else list(value)
+Options = tuple[Ints, Ints, Ints, bool, Ints, int]
+"""Stride, padding, dilation, whether it is transposed, output padding, groups."""
 
 
 def _transposed_weight(weight: Array, groups: int) -> Array:
@@ -42,25 +37,25 @@ def plan(
     output_padding: Sequence[int],
     groups: int,
     *,
-    dtype: Any,
+    dtype: DTypeLike,
 ) -> Convolution:
     """Return a convolution with results in ``dtype``; a transposed one is a plain one of an input spread out."""
     if any(p < 0 for p in padding):
         raise Unsupported("negative padding")
     n = input.ndim - 2
-    strides, pads, dilations = _each(stride, n), _each(padding, n), _each(dilation, n)
+    strides, pads, dilations = each_dim(stride, n), each_dim(padding, n), each_dim(dilation, n)
     around = [(p, p) for p in pads]
     spread = [1] * n
     if transposed:
         reach = [d * (k - 1) - p for d, k, p in zip(dilations, weight.shape[2:], pads, strict=True)]
-        around = [(r, r + extra) for r, extra in zip(reach, _each(output_padding, n), strict=True)]
+        around = [(r, r + extra) for r, extra in zip(reach, each_dim(output_padding, n), strict=True)]
         weight, strides, spread = _transposed_weight(weight, groups), [1] * n, strides
     return Convolution(input, weight, strides, around, spread, dilations, groups, dtype)
 
 
-def convolve(given: Convolution) -> Array:
+def convolve(convolution: Convolution) -> Array:
     """Return a convolution in the way that is fastest on this device."""
-    return cpu_convolution.apart(given) if cpu_convolution.takes(given) else whole(given)
+    return cpu_convolution.apart(convolution) if cpu_convolution.takes(convolution) else whole(convolution)
 
 
 def _check(input: Array, weight: Array) -> None:
@@ -82,50 +77,49 @@ def convolution(
 ) -> Array:
     """Convolve over one to three spatial dims; half types accumulate in float32."""
     _check(input, weight)
-    wide = product_dtype(input.dtype)
-    given = plan(input, weight, stride, padding, dilation, transposed, output_padding, groups, dtype=wide)
-    return finished(convolve(given), bias, input.dtype)
+    out_dtype = product_dtype(input.dtype)
+    plain = plan(
+        input, weight, stride, padding, dilation, transposed, output_padding, groups, dtype=out_dtype
+    )
+    return finished(convolve(plain), bias, input.dtype)
 
 
-def finished(out: Array, bias: Array | None, dtype: Any) -> Array:
+def finished(out: Array, bias: Array | None, dtype: DTypeLike) -> Array:
     """Return a convolution with its bias, in the dtype of its input."""
     if bias is not None:
         out = out + cast(bias, out.dtype).reshape((-1,) + (1,) * (out.ndim - 2))
     return cast(out, dtype)
 
 
-def _transpose(function: Callable[[Array], Array], like: Array, grad: Array) -> Array:
-    """Return the transpose of a linear function of ``like`` applied to ``grad``."""
-    shape = jax.ShapeDtypeStruct(like.shape, like.dtype)  # type: ignore[no-untyped-call]
-    (found,) = jax.linear_transpose(function, shape)(grad)
-    return found
-
-
-def _input_gradient(grad: Array, input: Array, weight: Array, options: tuple[Any, ...]) -> Array:
+def _input_gradient(grad: Array, input: Array, weight: Array, options: Options) -> Array:
     """Return the gradient for the input: of a convolution a transposed one, and of that a convolution."""
     stride, padding, dilation, transposed, _, groups = options
     n = input.ndim - 2
     extra = [0] * n
     if not transposed:
-        known = [input.shape[2:], grad.shape[2:], weight.shape[2:], *[_each(o, n) for o in options[:3]]]
+        known = [input.shape[2:], grad.shape[2:], weight.shape[2:], *[each_dim(o, n) for o in options[:3]]]
         rows = zip(*known, strict=True)
         extra = [size - ((g - 1) * s - 2 * p + d * (k - 1) + 1) for size, g, k, s, p, d in rows]
     turned = plan(grad, weight, stride, padding, dilation, not transposed, extra, groups, dtype=grad.dtype)
     if cpu_convolution.takes(turned):
         # What a transposed convolution added at the end has no gradient.
         return cpu_convolution.apart(turned)[tuple(slice(size) for size in input.shape)]
-    return _transpose(lambda x: convolve(plan(x, weight, *options, dtype=grad.dtype)), input, grad)
+
+    def forward(x: Array) -> Array:
+        return convolve(plan(x, weight, *options, dtype=grad.dtype))
+
+    return transpose_of(forward, input.shape, input.dtype, grad)
 
 
-def _weight_gradient(grad: Array, input: Array, weight: Array, options: tuple[Any, ...]) -> Array:
+def _weight_gradient(grad: Array, input: Array, weight: Array, options: Options) -> Array:
     """Return the gradient for the weight."""
 
     def forward(weight: Array) -> Array:
-        given = plan(input, weight, *options, dtype=grad.dtype)
-        takes = cpu_convolution.takes(given, cpu_convolution.MOST_SUMS)
-        return cpu_convolution.apart(given) if takes else whole(given)
+        convolution = plan(input, weight, *options, dtype=grad.dtype)
+        takes = cpu_convolution.takes(convolution, cpu_convolution.MOST_SUMS)
+        return cpu_convolution.apart(convolution) if takes else whole(convolution)
 
-    return _transpose(forward, weight, grad)
+    return transpose_of(forward, weight.shape, weight.dtype, grad)
 
 
 @lowering(aten.convolution_backward.default, matmul=True)
@@ -145,16 +139,16 @@ def convolution_backward(
     """The gradients of ``convolution`` for input, weight and bias: it is linear in each."""
     _check(input, weight)
     options = (stride, padding, dilation, transposed, output_padding, groups)
-    dtype, wide = input.dtype, accumulation_dtype(input.dtype)
+    dtype, acc_dtype = input.dtype, accumulation_dtype(input.dtype)
     grad = cast(grad_output, dtype)
     if np.dtype(dtype) == np.dtype(np.float16):
         # XLA's CPU convolutions of float16 accumulate in float16.
-        input, weight, grad = (cast(a, wide) for a in (input, weight, grad))
+        input, weight, grad = (cast(a, acc_dtype) for a in (input, weight, grad))
     grads: list[Array | None] = [None, None, None]
     if output_mask[0]:
         grads[0] = cast(_input_gradient(grad, input, weight, options), dtype)
     if output_mask[1]:
         grads[1] = cast(_weight_gradient(grad, input, weight, options), dtype)
     if output_mask[2]:
-        grads[2] = cast(cast(grad_output, wide).sum((0, *range(2, grad_output.ndim))), dtype)
+        grads[2] = cast(cast(grad_output, acc_dtype).sum((0, *range(2, grad_output.ndim))), dtype)
     return tuple(grads)

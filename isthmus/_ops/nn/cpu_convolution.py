@@ -9,16 +9,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from isthmus._ops.common import cast
-from isthmus._ops.linalg.matmul import precision
+from isthmus._ops.common import Array, cast
+from isthmus._ops.linalg.matmul import einsum, precision
 from isthmus._runtime import compiler
 
-Array = Any
 # Below so many products the loops are done before anything else has begun.
 _FEW = 2**18
 # Each adds to what XLA has to compile, in the gradient of the weight a sum.
@@ -37,73 +37,73 @@ class Convolution(NamedTuple):
     spread: Sequence[int]
     dilations: Sequence[int]
     groups: int
-    dtype: Any
+    dtype: DTypeLike
 
 
-def whole(given: Convolution) -> Array:
+def whole(conv: Convolution) -> Array:
     """Return a convolution as one op of XLA's."""
     return jax.lax.conv_general_dilated(
-        given.input,
-        given.weight,
-        window_strides=given.strides,
-        padding=given.around,
-        lhs_dilation=given.spread,
-        rhs_dilation=given.dilations,
-        feature_group_count=given.groups,
+        conv.input,
+        conv.weight,
+        window_strides=conv.strides,
+        padding=conv.around,
+        lhs_dilation=conv.spread,
+        rhs_dilation=conv.dilations,
+        feature_group_count=conv.groups,
         precision=precision(),
-        preferred_element_type=given.dtype,
+        preferred_element_type=conv.dtype,
     )
 
 
-def takes(given: Convolution, most: int = _MOST_PLACES) -> bool:
+def takes(conv: Convolution, most: int = _MOST_PLACES) -> bool:
     """Return whether a convolution on this device is better taken apart, at most into so many places."""
-    return compiler.platform() == "cpu" and is_slow(given, most)
+    return compiler.platform() == "cpu" and is_slow(conv, most)
 
 
-def is_slow(given: Convolution, most: int = _MOST_PLACES) -> bool:
+def is_slow(conv: Convolution, most: int = _MOST_PLACES) -> bool:
     """Return whether XLA has but loops for a convolution on the CPU, and enough for them to do."""
-    shape, weights = given.input.shape, given.weight.shape
-    if not jnp.issubdtype(given.input.dtype, jnp.floating):
+    shape, weights = conv.input.shape, conv.weight.shape
+    if not jnp.issubdtype(conv.input.dtype, jnp.floating):
         return False
     if not all(type(n) is int for n in (*shape, *weights)):
         return False  # what a program is exported for may be larger
-    products = shape[0] * math.prod(shape[2:]) // math.prod(given.strides) * math.prod(weights)
+    products = shape[0] * math.prod(shape[2:]) // math.prod(conv.strides) * math.prod(weights)
     larger = any(k > n for k, n in zip(weights[2:], shape[2:], strict=True))
-    splits = _in_groups(given) or math.prod(weights[2:]) <= most
-    return (given.groups > 1 or larger) and products >= _FEW and splits
+    splits = _in_groups(conv) or math.prod(weights[2:]) <= most
+    return (conv.groups > 1 or larger) and products >= _FEW and splits
 
 
-def _in_groups(given: Convolution) -> bool:
-    return given.weight.shape[1] > 1 and 1 < given.groups <= _MOST_GROUPS
+def _in_groups(conv: Convolution) -> bool:
+    return conv.weight.shape[1] > 1 and 1 < conv.groups <= _MOST_GROUPS
 
 
-def apart(given: Convolution) -> Array:
+def apart(conv: Convolution) -> Array:
     """Return such a convolution."""
-    if not _in_groups(given):
-        return _by_places(given)
-    inputs, weights = jnp.split(given.input, given.groups, 1), jnp.split(given.weight, given.groups, 0)
-    groups = [given._replace(input=x, weight=w, groups=1) for x, w in zip(inputs, weights, strict=True)]
+    if not _in_groups(conv):
+        return _by_places(conv)
+    inputs, weights = jnp.split(conv.input, conv.groups, 1), jnp.split(conv.weight, conv.groups, 0)
+    groups = [conv._replace(input=x, weight=w, groups=1) for x, w in zip(inputs, weights, strict=True)]
     return jnp.concatenate([whole(group) for group in groups], 1)
 
 
-def _by_places(given: Convolution) -> Array:
+def _by_places(conv: Convolution) -> Array:
     """Return the sum, over the places in the window, of what lies there times its weight."""
-    input, weight, strides, around, spread, dilations, groups, dtype = given
+    input, weight, strides, around, spread, dilations, groups, dtype = conv
     inner = [(low, high, gap - 1) for (low, high), gap in zip(around, spread, strict=True)]
     padded = jax.lax.pad(input, jnp.zeros((), input.dtype), [(0, 0, 0), (0, 0, 0), *inner])
     window = weight.shape[2:]
     reach = [d * (k - 1) + 1 for d, k in zip(dilations, window, strict=True)]
     sizes = [(n - r) // s + 1 for n, r, s in zip(padded.shape[2:], reach, strides, strict=True)]
-    total: Array = 0
+    products = []
     for place in itertools.product(*map(range, window)):
-        first = [at * d for at, d in zip(place, dilations, strict=True)]
+        first = [i * d for i, d in zip(place, dilations, strict=True)]
         last = [f + (n - 1) * s + 1 for f, n, s in zip(first, sizes, strides, strict=True)]
         there = jax.lax.slice(padded, [0, 0, *first], [*padded.shape[:2], *last], [1, 1, *strides])
-        total = total + _product(there, weight[(..., *place)], groups, dtype)
-    return total
+        products.append(_product(there, weight[(..., *place)], groups, dtype))
+    return jnp.asarray(sum(products))  # from 0: a sum of negative zeros is a positive one, as a dot's is
 
 
-def _product(there: Array, weight: Array, groups: int, dtype: Any) -> Array:
+def _product(there: Array, weight: Array, groups: int, dtype: DTypeLike) -> Array:
     """Return one place's part of the result; only where a group has several inputs is there anything to sum."""
     batch, channels, *sizes = there.shape
     each = channels // groups
@@ -112,5 +112,4 @@ def _product(there: Array, weight: Array, groups: int, dtype: Any) -> Array:
         return cast(there, dtype) * cast(weight, dtype).reshape(-1, *[1] * len(sizes))
     grouped = there.reshape(batch, groups, each, math.prod(sizes))
     split = weight.reshape(groups, -1, each)
-    how: dict[str, Any] = {"precision": precision(), "preferred_element_type": dtype}
-    return jnp.einsum("bgil,goi->bgol", grouped, split, **how).reshape(batch, -1, *sizes)
+    return einsum("bgil,goi->bgol", grouped, split, dtype).reshape(batch, -1, *sizes)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from isthmus._graph.names import aten
+from isthmus._ops.common import FLOAT32_OR_64, Array
 from isthmus._ops.registry import lowering
 from isthmus.errors import Unsupported
 
-Array = Any
+Lengths = Sequence[int] | Array
+"""Lengths of sequences: known before the program runs, or an array."""
 
 
 def _rows(targets: Array, lengths: Array, width: int) -> Array:
@@ -41,7 +41,7 @@ def _skips(states: Array) -> Array:
     return jnp.concatenate([jnp.zeros((states.shape[0], min(2, states.shape[1])), bool), differs], 1)
 
 
-def _moved(x: Array, by: int, fill: Any) -> Array:
+def _moved(x: Array, by: int, fill: float) -> Array:
     """Return ``x`` with its columns moved up by ``by`` places, or down if negative, and ``fill`` moved in."""
     edges = (max(by, 0), max(-by, 0))
     padded = jnp.pad(x, ((0, 0), edges), constant_values=fill)
@@ -64,9 +64,9 @@ def _alphas(emitted: Array, skips: Array, within: Array) -> Array:
 
     def step(before: Array, emission: Array) -> tuple[Array, Array]:
         skipped = jnp.where(skips, _moved(before, 2, -jnp.inf), -jnp.inf)
-        found = _log_sum(before, _moved(before, 1, -jnp.inf), skipped) + emission
-        found = jnp.where(within, found, -jnp.inf)
-        return found, found
+        alpha = _log_sum(before, _moved(before, 1, -jnp.inf), skipped) + emission
+        alpha = jnp.where(within, alpha, -jnp.inf)
+        return alpha, alpha
 
     _, rest = jax.lax.scan(step, first, emitted[1:])
     return jnp.concatenate([first[None], rest])
@@ -79,10 +79,10 @@ def _betas(emitted: Array, skips: Array, within: Array, last: Array, times: Arra
     def step(after: Array, now: tuple[Array, Array]) -> tuple[Array, Array]:
         emission, time = now
         skipped = jnp.where(leaving, _moved(after, -2, -jnp.inf), -jnp.inf)
-        found = _log_sum(after, _moved(after, -1, -jnp.inf), skipped) + emission
-        found = jnp.where((time == times - 1)[:, None], jnp.where(last, emission, -jnp.inf), found)
-        found = jnp.where(within & (time < times)[:, None], found, -jnp.inf)
-        return found, found
+        beta = _log_sum(after, _moved(after, -1, -jnp.inf), skipped) + emission
+        beta = jnp.where((time == times - 1)[:, None], jnp.where(last, emission, -jnp.inf), beta)
+        beta = jnp.where(within & (time < times)[:, None], beta, -jnp.inf)
+        return beta, beta
 
     nothing = jnp.full(within.shape, -jnp.inf, emitted.dtype)
     clock = jnp.arange(emitted.shape[0])
@@ -96,8 +96,6 @@ def _ends(width: int, lengths: Array) -> tuple[Array, Array]:
 
 
 def _check(log_probs: Array) -> None:
-    if log_probs.dtype not in (np.float32, np.float64):
-        raise Unsupported(f"torch has no such loss in {log_probs.dtype}")
     if not log_probs.size:
         raise Unsupported("torch refuses log probabilities of nothing")
 
@@ -117,19 +115,39 @@ def _forward(
     return jnp.where(times == 0, timeless, loss), alphas.transpose(1, 0, 2)
 
 
-def _backward(
+@lowering(aten._ctc_loss.default, aten._ctc_loss.Tensor, dtypes=FLOAT32_OR_64)
+def ctc_loss(
+    log_probs: Array,
+    targets: Array,
+    input_lengths: Lengths,
+    target_lengths: Lengths,
+    blank: int = 0,
+    zero_infinity: bool = False,
+) -> tuple[Array, Array]:
+    """The loss of each sequence and its alphas; ``zero_infinity`` concerns the gradient alone."""
+    # Where lengths are known only at run time, the alphas have room for targets as long as their tensor allows.
+    known = isinstance(target_lengths, Sequence)
+    width = max(target_lengths, default=0) if known else targets.shape[-1]
+    times, lengths = (jnp.asarray(n, jnp.int64) for n in (input_lengths, target_lengths))
+    return _forward(log_probs, targets, times, lengths, width, blank)
+
+
+@lowering(aten._ctc_loss_backward.default, aten._ctc_loss_backward.Tensor, dtypes=FLOAT32_OR_64)
+def ctc_loss_backward(
     grad: Array,
     log_probs: Array,
     targets: Array,
-    times: Array,
-    lengths: Array,
-    loss: Array,
+    input_lengths: Lengths,
+    target_lengths: Lengths,
+    neg_log_likelihood: Array,
     log_alpha: Array,
     blank: int,
-    zero_infinity: bool,
+    zero_infinity: bool = False,
 ) -> Array:
-    """Return the gradient for the log probabilities: what a class has, less what the alignments give it."""
+    """The gradient for the log probabilities: what a class has, less what the alignments give it."""
     _check(log_probs)
+    loss = neg_log_likelihood
+    times, lengths = (jnp.asarray(n, jnp.int64) for n in (input_lengths, target_lengths))
     width = (log_alpha.shape[2] - 1) // 2
     states = _states(targets, lengths, width, blank)
     within, last = _ends(width, lengths)
@@ -142,72 +160,8 @@ def _backward(
     share = jnp.zeros_like(log_probs).at[:, sequences, states].add(passing, mode="drop")
     # An impossible class, like an impossible sequence, makes torch's gradient nan.
     share = share + 0 * log_probs + 0 * loss[:, None]
-    found = (jnp.exp(log_probs) - share) * grad[:, None]
+    gradient = (jnp.exp(log_probs) - share) * grad[:, None]
     live = (jnp.arange(log_probs.shape[0])[:, None] < times)[..., None]
     if zero_infinity:
         live = live & (loss != jnp.inf)[:, None]
-    return jnp.where(live, found, jnp.zeros((), found.dtype))
-
-
-@lowering(aten._ctc_loss.default)
-def ctc_loss(
-    log_probs: Array,
-    targets: Array,
-    input_lengths: Sequence[int],
-    target_lengths: Sequence[int],
-    blank: int = 0,
-    zero_infinity: bool = False,
-) -> tuple[Array, Array]:
-    """The loss of each sequence and its alphas, for lengths known before the program runs."""
-    times, lengths = (jnp.asarray(n, jnp.int64) for n in (input_lengths, target_lengths))
-    return _forward(log_probs, targets, times, lengths, max(target_lengths, default=0), blank)
-
-
-@lowering(aten._ctc_loss.Tensor)
-def ctc_loss_tensor(
-    log_probs: Array,
-    targets: Array,
-    input_lengths: Array,
-    target_lengths: Array,
-    blank: int = 0,
-    zero_infinity: bool = False,
-) -> tuple[Array, Array]:
-    """The loss of each sequence and its alphas, which have room for targets as long as their tensor allows."""
-    times, lengths = (n.astype(jnp.int64) for n in (input_lengths, target_lengths))
-    return _forward(log_probs, targets, times, lengths, targets.shape[-1], blank)
-
-
-@lowering(aten._ctc_loss_backward.default)
-def ctc_loss_backward(
-    grad: Array,
-    log_probs: Array,
-    targets: Array,
-    input_lengths: Sequence[int],
-    target_lengths: Sequence[int],
-    neg_log_likelihood: Array,
-    log_alpha: Array,
-    blank: int,
-    zero_infinity: bool = False,
-) -> Array:
-    """The gradient for the log probabilities, for lengths known before the program runs."""
-    times, lengths = (jnp.asarray(n, jnp.int64) for n in (input_lengths, target_lengths))
-    rest = (neg_log_likelihood, log_alpha, blank, zero_infinity)
-    return _backward(grad, log_probs, targets, times, lengths, *rest)
-
-
-@lowering(aten._ctc_loss_backward.Tensor)
-def ctc_loss_backward_tensor(
-    grad: Array,
-    log_probs: Array,
-    targets: Array,
-    input_lengths: Array,
-    target_lengths: Array,
-    neg_log_likelihood: Array,
-    log_alpha: Array,
-    blank: int,
-    zero_infinity: bool = False,
-) -> Array:
-    """The gradient for the log probabilities."""
-    times, lengths = (n.astype(jnp.int64) for n in (input_lengths, target_lengths))
-    rest = (neg_log_likelihood, log_alpha, blank, zero_infinity)
-    return _backward(grad, log_probs, targets, times, lengths, *rest)
+    return jnp.where(live, gradient, jnp.zeros((), gradient.dtype))

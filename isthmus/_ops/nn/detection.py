@@ -7,19 +7,18 @@ points a bin has may depend on the regions: the loop's length is then a run-time
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.typing import DTypeLike
 
-from isthmus._ops.common import accumulation_dtype, cast, divide
+from isthmus._ops.common import Array, accumulation_dtype, cast, divide
 from isthmus._ops.registry import lowering_when_defined
 from isthmus._runtime.dtypes import to_torch_dtype
 from isthmus.errors import Unsupported
-
-Array = Any
 
 
 def _check_floating(*arrays: Array) -> None:
@@ -42,10 +41,10 @@ def _check_boxes(dets: Array, scores: Array) -> None:
         raise RuntimeError(f"{message}, got {dets.shape[0]} and {scores.shape[0]}")
 
 
-def _at_most(threshold: float, dtype: Any) -> Any:
+def _at_most(threshold: float, dtype: DTypeLike) -> np.ndarray:
     """Return the largest number of ``dtype`` up to ``threshold``: torchvision compares in double precision."""
-    found = np.asarray(threshold, dtype)
-    return np.nextafter(found, np.asarray(-np.inf, dtype)) if float(found) > threshold else found
+    rounded = np.asarray(threshold, dtype)
+    return np.nextafter(rounded, np.asarray(-np.inf, dtype)) if float(rounded) > threshold else rounded
 
 
 def _keep(dets: Array, scores: Array, iou_threshold: float) -> tuple[Array, Array]:
@@ -76,8 +75,8 @@ def _count_kept(dets: Array, scores: Array, iou_threshold: float) -> Array:
 def nms(dets: Array, scores: Array, iou_threshold: float, size: int) -> Array:
     """The boxes that no better one overlaps by more than the threshold, best first."""
     order, keep = _keep(dets, scores, iou_threshold)
-    (at,) = jnp.nonzero(keep, size=size)
-    return order[at].astype(jnp.int64)
+    (survivors,) = jnp.nonzero(keep, size=size)
+    return order[survivors].astype(jnp.int64)
 
 
 # Regions of interest, sampled by interpolation
@@ -117,10 +116,10 @@ def _axes(
     rois: Array, scale: float, bins: tuple[int, int], size: tuple[int, int], ratio: int, aligned: bool
 ) -> tuple[_Axis, _Axis]:
     """Return the vertical and the horizontal axis: a region is (image, x1, y1, x2, y2)."""
-    wide = rois.astype(accumulation_dtype(rois.dtype))
+    regions = rois.astype(accumulation_dtype(rois.dtype))
     return (
-        _axis(wide, 2, scale, bins[0], size[0], ratio, aligned),
-        _axis(wide, 1, scale, bins[1], size[1], ratio, aligned),
+        _axis(regions, 2, scale, bins[0], size[0], ratio, aligned),
+        _axis(regions, 1, scale, bins[1], size[1], ratio, aligned),
     )
 
 
@@ -130,13 +129,13 @@ def _positions(axis: _Axis, point: Array) -> Array:
     return (axis.start + (point + 0.5) * step)[:, None] + jnp.arange(axis.bins) * axis.bin[:, None]
 
 
-def _sides(axis: _Axis, point: Array, at: Array) -> _Sides:
+def _sides(axis: _Axis, point: Array, position: Array) -> _Sides:
     """Return the neighbours of the ``point``-th point of every bin; one too far outside counts for nothing."""
-    counts = (at >= -1) & (at <= axis.length) & (point < axis.points)[:, None]
-    at = jnp.maximum(at, 0)
-    low = jnp.minimum(at.astype(jnp.int32), axis.length - 1)
+    counts = (position >= -1) & (position <= axis.length) & (point < axis.points)[:, None]
+    position = jnp.maximum(position, 0)
+    low = jnp.minimum(position.astype(jnp.int32), axis.length - 1)
     high = jnp.minimum(low + 1, axis.length - 1)
-    beyond = jnp.where(low >= axis.length - 1, 0, at - low)
+    beyond = jnp.where(low >= axis.length - 1, 0, position - low)
     return _Sides(low, high, jnp.where(counts, 1 - beyond, 0), jnp.where(counts, beyond, 0))
 
 
@@ -186,7 +185,8 @@ def roi_align(
     bins, dtype = (pooled_height, pooled_width), accumulation_dtype(input.dtype)
     if rois.shape[0] == 0 or input.size == 0:
         return jnp.zeros((rois.shape[0], input.shape[1], *bins), input.dtype)
-    axes = _axes(rois, spatial_scale, bins, input.shape[2:], sampling_ratio, aligned)
+    height, width = input.shape[2:]
+    axes = _axes(rois, spatial_scale, bins, (height, width), sampling_ratio, aligned)
     pixels, images = input.transpose(0, 2, 3, 1), _images(rois)
 
     def add(total: Array, rows: Array, columns: Array, weight: Array) -> Array:
@@ -239,9 +239,9 @@ def _extent(first: Array, last: Array, scale: float, bins: int, length: int) -> 
     begin, end = _round(first * scale), _round(last * scale)
     pixels = jnp.maximum(end - begin + 1, 1)
     step = divide(pixels, jnp.asarray(bins, pixels.dtype))
-    at = jnp.arange(bins)
-    low = jnp.floor(at * step[:, None]) + begin[:, None]
-    high = jnp.ceil((at + 1) * step[:, None]) + begin[:, None]
+    index = jnp.arange(bins)
+    low = jnp.floor(index * step[:, None]) + begin[:, None]
+    high = jnp.ceil((index + 1) * step[:, None]) + begin[:, None]
     low, high = (jnp.clip(edge, 0, length).astype(jnp.int32) for edge in (low, high))
     return low, high
 
@@ -256,20 +256,20 @@ def roi_pool(
     if rois.shape[0] == 0 or input.size == 0:
         nothing = jnp.zeros((shape[0], shape[3], *shape[1:3]), input.dtype)
         return nothing, nothing.astype(jnp.int32) - (rois.shape[0] > 0)
-    wide = rois.astype(accumulation_dtype(rois.dtype))
+    regions = rois.astype(accumulation_dtype(rois.dtype))
     height, width = input.shape[2:]
-    top, bottom = _extent(wide[:, 2], wide[:, 4], spatial_scale, pooled_height, height)
-    left, right = _extent(wide[:, 1], wide[:, 3], spatial_scale, pooled_width, width)
+    top, bottom = _extent(regions[:, 2], regions[:, 4], spatial_scale, pooled_height, height)
+    left, right = _extent(regions[:, 1], regions[:, 3], spatial_scale, pooled_width, width)
     pixels, images = input.transpose(0, 2, 3, 1), _images(rois)
     across = jnp.maximum((right - left).max(), 0)
 
     def step(i: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
         rows, columns = (top + i // across)[:, :, None], (left + i % across)[:, None, :]
         inside = (rows < bottom[:, :, None]) & (columns < right[:, None, :])
-        found = pixels[images, rows, columns]
-        better = inside[..., None] & (found > state[0])
+        values = pixels[images, rows, columns]
+        better = inside[..., None] & (values > state[0])
         where = (rows * width + columns)[..., None].astype(jnp.int32)
-        return jnp.where(better, found, state[0]), jnp.where(better, where, state[1])
+        return jnp.where(better, values, state[0]), jnp.where(better, where, state[1])
 
     empty = ((bottom <= top)[:, :, None] | (right <= left)[:, None, :])[..., None]
     lowest = jnp.where(empty, 0, torch.finfo(to_torch_dtype(input.dtype)).min).astype(input.dtype)
@@ -279,14 +279,13 @@ def roi_pool(
     return best.transpose(0, 3, 1, 2), which.transpose(0, 3, 1, 2)
 
 
-@lowering_when_defined("torchvision::_roi_pool_backward")
+@lowering_when_defined(
+    "torchvision::_roi_pool_backward", ignores=("spatial_scale", "pooled_height", "pooled_width")
+)
 def roi_pool_backward(
     grad: Array,
     rois: Array,
     argmax: Array,
-    spatial_scale: float,
-    pooled_height: int,
-    pooled_width: int,
     batch_size: int,
     channels: int,
     height: int,

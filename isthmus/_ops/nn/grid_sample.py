@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import accumulation_dtype, cast
+from isthmus._ops.common import Array
 from isthmus._ops.nn.resampling import cubic_weights
 from isthmus._ops.registry import lowering
 
-Array = Any
 _ZEROS, _BORDER = 0, 1
 _BILINEAR, _NEAREST = 0, 1
 
@@ -69,30 +68,27 @@ def _gather(image: Array, places: list[Array]) -> Array:
 
 
 def _linear(image: Array, points: list[Array]) -> Array:
-    total = None
     lows = [jax.lax.stop_gradient(jnp.floor(p)) for p in points]
+    parts = []
     for corner in itertools.product((0, 1), repeat=len(points)):
-        weight = None
-        for point, low, high in zip(points, lows, corner, strict=True):
-            part = point - low if high else low + 1 - point
-            weight = part if weight is None else weight * part
-        value = _gather(image, [low + high for low, high in zip(lows, corner, strict=True)]) * weight
-        total = value if total is None else total + value
-    return total
+        sides = zip(points, lows, corner, strict=True)
+        weights = [point - low if high else low + 1 - point for point, low, high in sides]
+        places = [low + high for low, high in zip(lows, corner, strict=True)]
+        parts.append(_gather(image, places) * functools.reduce(jnp.multiply, weights))
+    return functools.reduce(jnp.add, parts)
 
 
 def _cubic(image: Array, points: list[Array], padding_mode: int, align: bool) -> Array:
     lows = [jax.lax.stop_gradient(jnp.floor(p)) for p in points]
     weights = [cubic_weights(p - low) for p, low in zip(points, lows, strict=True)]
-    sizes, total = image.shape[1:], None
+    sizes, parts = image.shape[1:], []
     for taps in itertools.product(range(4), repeat=2):
         places = [
             jax.lax.stop_gradient(_place(low + tap - 1, size, padding_mode, align, None))
             for low, tap, size in zip(lows, taps, sizes, strict=True)
         ]
-        value = _gather(image, places) * (weights[0][taps[0]] * weights[1][taps[1]])
-        total = value if total is None else total + value
-    return total
+        parts.append(_gather(image, places) * (weights[0][taps[0]] * weights[1][taps[1]]))
+    return functools.reduce(jnp.add, parts)
 
 
 def _sample(image: Array, grid: Array, options: tuple[int, int, bool], backward: bool) -> Array:
@@ -105,7 +101,8 @@ def _sample(image: Array, grid: Array, options: tuple[int, int, bool], backward:
     # In 3-D a nan is the last place, but its gradient goes nowhere.
     lost = [None if len(sizes) == 2 else -2.0 if backward else size - 1.0 for size in sizes]
     points = [
-        _place(p, size, padding_mode, align, at) for p, size, at in zip(points, sizes, lost, strict=True)
+        _place(p, size, padding_mode, align, nan_place)
+        for p, size, nan_place in zip(points, sizes, lost, strict=True)
     ]
     if interpolation_mode == _NEAREST:
         return _gather(image, [jax.lax.stop_gradient(jnp.round(p)) for p in points])
@@ -118,36 +115,28 @@ def _samples(input: Array, grid: Array, options: tuple[int, int, bool], backward
     return jax.vmap(lambda i, g: _sample(i, g, options, backward))(input, grid)
 
 
-def _file(op: Any, backward: Any) -> None:
-    @lowering(op)
-    def forward_lowering(
-        input: Array, grid: Array, interpolation_mode: int, padding_mode: int, align_corners: bool
-    ) -> Array:
-        """The input at each point of the grid."""
-        wide = accumulation_dtype(input.dtype)
-        options = (interpolation_mode, padding_mode, align_corners)
-        found = _samples(cast(input, wide), cast(grid, wide), options)
-        return cast(found, input.dtype)
-
-    @lowering(backward)
-    def backward_lowering(
-        grad_output: Array,
-        input: Array,
-        grid: Array,
-        interpolation_mode: int,
-        padding_mode: int,
-        align_corners: bool,
-        output_mask: list[bool],
-    ) -> tuple[Array | None, Array | None]:
-        """The gradients for the input and for the grid."""
-        wide = accumulation_dtype(input.dtype)
-        options = (interpolation_mode, padding_mode, align_corners)
-        _, transpose = jax.vjp(
-            lambda i, g: _samples(i, g, options, True), cast(input, wide), cast(grid, wide)
-        )
-        for_input, for_grid = transpose(cast(grad_output, wide))
-        return (cast(for_input, input.dtype) if output_mask[0] else None), cast(for_grid, grid.dtype)
+@lowering(aten.grid_sampler_2d.default, aten.grid_sampler_3d.default, accumulate="input")
+def grid_sampler(
+    input: Array, grid: Array, interpolation_mode: int, padding_mode: int, align_corners: bool
+) -> Array:
+    """The input at each point of the grid."""
+    return _samples(input, grid, (interpolation_mode, padding_mode, align_corners))
 
 
-_file(aten.grid_sampler_2d.default, aten.grid_sampler_2d_backward.default)
-_file(aten.grid_sampler_3d.default, aten.grid_sampler_3d_backward.default)
+@lowering(
+    aten.grid_sampler_2d_backward.default, aten.grid_sampler_3d_backward.default, accumulate=("input", "grid")
+)
+def grid_sampler_backward(
+    grad_output: Array,
+    input: Array,
+    grid: Array,
+    interpolation_mode: int,
+    padding_mode: int,
+    align_corners: bool,
+    output_mask: list[bool],
+) -> tuple[Array | None, Array | None]:
+    """The gradients for the input and for the grid."""
+    options = (interpolation_mode, padding_mode, align_corners)
+    _, transpose = jax.vjp(lambda i, g: _samples(i, g, options, True), input, grid)
+    input_grad, grid_grad = transpose(grad_output)
+    return input_grad if output_mask[0] else None, grid_grad

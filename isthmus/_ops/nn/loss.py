@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import accumulation_dtype, cast, keyword_signature, promote
+from isthmus._ops.common import Array, accumulation_dtype, cast, promote
+from isthmus._ops.elementwise import keyword_signature
 from isthmus._ops.nn.activation import log_sigmoid
 from isthmus._ops.registry import lowering
 from isthmus._ops.value_checks import require
 
-Array = Any
 _NONE, _MEAN = 0, 1
 
 
-def reduce(loss: Array, reduction: int, dtype: Any) -> Array:
+def reduce(loss: Array, reduction: int, dtype: DTypeLike) -> Array:
     """Return the loss as torch's ``reduction`` asks: as it is, its mean or its sum."""
     if reduction == _NONE:
         return cast(loss, dtype)
@@ -27,38 +29,41 @@ def reduce(loss: Array, reduction: int, dtype: Any) -> Array:
 
 def _shared(grad: Array, shape: tuple[int, ...], reduction: int) -> Array:
     """Return the gradient of each element of the loss."""
-    size = 1
-    for n in shape:
-        size *= n
-    return jnp.broadcast_to(grad / max(size, 1) if reduction == _MEAN else grad, shape)
+    return jnp.broadcast_to(grad / max(math.prod(shape), 1) if reduction == _MEAN else grad, shape)
 
 
-def _pointwise(op: Any, function: Callable[..., Array], option: str | None = None) -> None:
-    """File a loss of two tensors and at most one static option."""
-
-    def lowered(self: Array, target: Array, reduction: int = _MEAN, **options: Any) -> Array:
-        compute, result = promote(self, target)
-        loss = function(cast(self, compute), cast(target, compute), *options.values())
-        return reduce(loss, reduction, result)
-
-    _file(op, lowered, ["self", "target", "reduction"], option)
+def _pointwise(
+    function: Callable[..., Array], self: Array, target: Array, reduction: int = _MEAN, **options: float
+) -> Array:
+    """A loss of two tensors and at most one static option, reduced."""
+    compute, result = promote(self, target)
+    loss = function(cast(self, compute), cast(target, compute), *options.values())
+    return reduce(loss, reduction, result)
 
 
-def _pointwise_backward(op: Any, function: Callable[..., Array], option: str | None = None) -> None:
-    """File the gradient of such a loss: ``function`` gives the derivative for the first tensor."""
+def _pointwise_backward(
+    slope: Callable[..., Array],
+    grad_output: Array,
+    self: Array,
+    target: Array,
+    reduction: int,
+    **options: float,
+) -> Array:
+    """The gradient of a pointwise loss, given its derivative for the first tensor."""
+    compute, result = promote(self, target)
+    x, y = jnp.broadcast_arrays(cast(self, compute), cast(target, compute))
+    grad = _shared(cast(grad_output, compute), x.shape, reduction)
+    return cast(slope(x, y, *options.values()) * grad, result)
 
-    def lowered(grad_output: Array, self: Array, target: Array, reduction: int, **options: Any) -> Array:
-        compute, result = promote(self, target)
-        x, y = jnp.broadcast_arrays(cast(self, compute), cast(target, compute))
-        grad = _shared(cast(grad_output, compute), x.shape, reduction)
-        return cast(function(x, y, *options.values()) * grad, result)
 
-    _file(op, lowered, ["grad_output", "self", "target", "reduction"], option)
-
-
-def _file(op: Any, lowered: Any, names: list[str], option: str | None) -> None:
-    lowered.__signature__ = keyword_signature([*names, option] if option else names)
-    lowering(op)(lowered)
+def _register_pair(name: str, loss: Callable[..., Array], slope: Callable[..., Array], *options: str) -> None:
+    forward, backward = functools.partial(_pointwise, loss), functools.partial(_pointwise_backward, slope)
+    names = ["self", "target", "reduction", *options]
+    # The option has another name in each schema, so its parameter is written here.
+    forward.__signature__ = keyword_signature(names)  # type: ignore[attr-defined]
+    backward.__signature__ = keyword_signature(["grad_output", *names])  # type: ignore[attr-defined]
+    lowering(getattr(aten, name).default)(forward)
+    lowering(getattr(aten, f"{name}_backward").default)(backward)
 
 
 def _smooth_l1(x: Array, y: Array, beta: float) -> Array:
@@ -87,40 +92,34 @@ def _soft_margin_slope(x: Array, y: Array) -> Array:
     return -y * z / (z + 1)
 
 
-_pointwise(aten.mse_loss.default, lambda x, y: jnp.square(x - y))
-_pointwise(aten.smooth_l1_loss.default, _smooth_l1, "beta")
-_pointwise(aten.huber_loss.default, _huber, "delta")
-_pointwise(aten.soft_margin_loss.default, lambda x, y: jnp.log1p(jnp.exp(-y * x)))
-_pointwise_backward(aten.mse_loss_backward.default, lambda x, y: 2 * (x - y))
-_pointwise_backward(aten.smooth_l1_loss_backward.default, _smooth_l1_slope, "beta")
-_pointwise_backward(aten.huber_loss_backward.default, _huber_slope, "delta")
-_pointwise_backward(aten.soft_margin_loss_backward.default, _soft_margin_slope)
+_register_pair("mse_loss", lambda x, y: jnp.square(x - y), lambda x, y: 2 * (x - y))
+_register_pair("smooth_l1_loss", _smooth_l1, _smooth_l1_slope, "beta")
+_register_pair("huber_loss", _huber, _huber_slope, "delta")
+_register_pair("soft_margin_loss", lambda x, y: jnp.log1p(jnp.exp(-y * x)), _soft_margin_slope)
 
 
 def _weighted(loss: Array, weight: Array | None) -> Array:
     return loss if weight is None else loss * cast(weight, loss.dtype)
 
 
-@lowering(aten.binary_cross_entropy.default)
+@lowering(aten.binary_cross_entropy.default, accumulate=True)
 def binary_cross_entropy(
     self: Array, target: Array, weight: Array | None = None, reduction: int = _MEAN
 ) -> Array:
     """Cross entropy of probabilities, each logarithm no lower than -100."""
-    x, y = (cast(a, accumulation_dtype(self.dtype)) for a in (self, target))
-    require((x >= 0) & (x <= 1), RuntimeError, "all elements of input should be between 0 and 1")
-    require((y >= 0) & (y <= 1), RuntimeError, "all elements of target should be between 0 and 1")
-    loss = (y - 1) * jnp.maximum(jnp.log1p(-x), -100) - y * jnp.maximum(jnp.log(x), -100)
+    require((self >= 0) & (self <= 1), RuntimeError, "all elements of input should be between 0 and 1")
+    require((target >= 0) & (target <= 1), RuntimeError, "all elements of target should be between 0 and 1")
+    loss = (target - 1) * jnp.maximum(jnp.log1p(-self), -100) - target * jnp.maximum(jnp.log(self), -100)
     return reduce(_weighted(loss, weight), reduction, self.dtype)
 
 
-@lowering(aten.binary_cross_entropy_backward.default)
+@lowering(aten.binary_cross_entropy_backward.default, accumulate="self")
 def binary_cross_entropy_backward(
     grad_output: Array, self: Array, target: Array, weight: Array | None = None, reduction: int = _MEAN
 ) -> Array:
     """The gradient of the cross entropy for the probabilities."""
-    g, x, y = (cast(a, accumulation_dtype(self.dtype)) for a in (grad_output, self, target))
-    slope = (x - y) / jnp.maximum((1 - x) * x, 1e-12)
-    return cast(_weighted(_shared(g, x.shape, reduction) * slope, weight), self.dtype)
+    slope = (self - target) / jnp.maximum((1 - self) * self, 1e-12)
+    return _weighted(_shared(grad_output, self.shape, reduction) * slope, weight)
 
 
 @lowering(aten.binary_cross_entropy_with_logits.default)
@@ -139,36 +138,35 @@ def binary_cross_entropy_with_logits(
 
 
 def _target_weights(
-    target: Array, weight: Array | None, classes: int, ignore_index: int, dtype: Any
+    target: Array, weight: Array | None, classes: int, ignore_index: int, dtype: DTypeLike
 ) -> Array:
     """Return the weight of each target, zero for one to be ignored, and require the rest to be classes."""
     ignored = target == ignore_index
     inside = (target >= 0) & (target < classes)
     require(ignored | inside, IndexError, "Target is out of bounds.")
-    found = (
+    weights = (
         jnp.ones(target.shape, dtype)
         if weight is None
         else cast(weight, dtype)[jnp.clip(target, 0, classes - 1)]
     )
-    return jnp.where(ignored, jnp.zeros((), dtype), found)
+    return jnp.where(ignored, jnp.zeros((), dtype), weights)
 
 
-def _nll(
-    x: Array, target: Array, weight: Array | None, reduction: int, ignore_index: int
+@lowering(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default, accumulate=True)
+def nll_loss_forward(
+    self: Array, target: Array, weight: Array | None, reduction: int, ignore_index: int
 ) -> tuple[Array, Array]:
     """The negative log likelihood, classes in dim 1 (or dim 0), and the weight it was averaged over."""
-    dim, wide = min(1, x.ndim - 1), accumulation_dtype(x.dtype)
-    target = target.astype(jnp.int64)
-    weights = _target_weights(target, weight, x.shape[dim], ignore_index, wide)
-    at = jnp.expand_dims(jnp.clip(target, 0, max(x.shape[dim] - 1, 0)), dim)
-    picked = jnp.take_along_axis(cast(x, wide), at, axis=dim).squeeze(dim)
+    dim, target = min(1, self.ndim - 1), target.astype(jnp.int64)
+    weights = _target_weights(target, weight, self.shape[dim], ignore_index, self.dtype)
+    classes = jnp.expand_dims(jnp.clip(target, 0, max(self.shape[dim] - 1, 0)), dim)
+    likelihood = jnp.take_along_axis(self, classes, axis=dim).squeeze(dim)
     # Where the weight is zero the likelihood may be infinite: choose, do not multiply.
-    loss = jnp.where(target == ignore_index, jnp.zeros((), wide), -picked * weights)
-    if reduction == _NONE and x.ndim > 1:
-        return cast(loss, x.dtype), jnp.zeros((), x.dtype)
+    loss = jnp.where(target == ignore_index, jnp.zeros((), self.dtype), -likelihood * weights)
+    if reduction == _NONE and self.ndim > 1:
+        return loss, jnp.zeros((), self.dtype)
     total = weights.sum()
-    found = loss.sum() / total if reduction == _MEAN else loss.sum()
-    return cast(found, x.dtype), cast(total, x.dtype)
+    return loss.sum() / total if reduction == _MEAN else loss.sum(), total
 
 
 def nll_gradient(
@@ -181,39 +179,27 @@ def nll_gradient(
     total: Array,
 ) -> tuple[Array, Array]:
     """Return which log probabilities are their targets', and the gradient of each target's."""
-    dim, wide = min(1, x.ndim - 1), accumulation_dtype(x.dtype)
+    dim, acc_dtype = min(1, x.ndim - 1), accumulation_dtype(x.dtype)
     target = target.astype(jnp.int64)
-    weights = _target_weights(target, weight, x.shape[dim], ignore_index, wide)
-    scale = cast(grad, wide) / cast(total, wide) if reduction == _MEAN else cast(grad, wide)
-    each = jnp.where(target == ignore_index, jnp.zeros((), wide), -weights * scale)
+    weights = _target_weights(target, weight, x.shape[dim], ignore_index, acc_dtype)
+    scale = cast(grad, acc_dtype) / cast(total, acc_dtype) if reduction == _MEAN else cast(grad, acc_dtype)
+    each = jnp.where(target == ignore_index, jnp.zeros((), acc_dtype), -weights * scale)
     # Compared for every class of every target, and a GPU compares 32 bits at once.
     index = jnp.int32 if x.shape[dim] < 2**31 else jnp.int64
     classes = jnp.arange(x.shape[dim], dtype=index).reshape((-1,) + (1,) * (x.ndim - dim - 1))
     return classes == jnp.expand_dims(target.astype(index), dim), jnp.expand_dims(each, dim)
 
 
-def _nll_pair(forward: Any, backward: Any) -> None:
-    @lowering(forward)
-    def forward_lowering(
-        self: Array, target: Array, weight: Array | None, reduction: int, ignore_index: int
-    ) -> tuple[Array, Array]:
-        """The negative log likelihood of the targets, and their total weight."""
-        return _nll(self, target, weight, reduction, ignore_index)
-
-    @lowering(backward)
-    def backward_lowering(
-        grad_output: Array,
-        self: Array,
-        target: Array,
-        weight: Array | None,
-        reduction: int,
-        ignore_index: int,
-        total_weight: Array,
-    ) -> Array:
-        """The gradient of the negative log likelihood for the log probabilities."""
-        hit, each = nll_gradient(grad_output, self, target, weight, reduction, ignore_index, total_weight)
-        return cast(jnp.where(hit, each, jnp.zeros((), each.dtype)), self.dtype)
-
-
-_nll_pair(aten.nll_loss_forward.default, aten.nll_loss_backward.default)
-_nll_pair(aten.nll_loss2d_forward.default, aten.nll_loss2d_backward.default)
+@lowering(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
+def nll_loss_backward(
+    grad_output: Array,
+    self: Array,
+    target: Array,
+    weight: Array | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: Array,
+) -> Array:
+    """The gradient of the negative log likelihood for the log probabilities."""
+    hit, each = nll_gradient(grad_output, self, target, weight, reduction, ignore_index, total_weight)
+    return cast(jnp.where(hit, each, jnp.zeros((), each.dtype)), self.dtype)

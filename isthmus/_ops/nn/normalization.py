@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax.typing import DTypeLike
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import accumulation_dtype, cast
+from isthmus._ops.common import Array, accumulation_dtype, cast, wrap_dim
 from isthmus._ops.registry import lowering
 from isthmus.errors import Unsupported
-
-Array = Any
-
-
-def _wide(x: Array | None, like: Array) -> Array | None:
-    return None if x is None else cast(x, accumulation_dtype(like.dtype))
 
 
 def moments(x: Array, dims: tuple[int, ...], eps: float) -> tuple[Array, Array, Array]:
@@ -40,20 +33,17 @@ def _input_grad(grad: Array, normal: Array, rstd: Array, dims: tuple[int, ...]) 
     return rstd * (grad - mean_grad - normal * (grad * normal).mean(dims, keepdims=True))
 
 
-@lowering(aten.native_layer_norm.default)
+@lowering(aten.native_layer_norm.default, accumulate=("input", None, None))
 def layer_norm(
     input: Array, normalized_shape: list[int], weight: Array | None, bias: Array | None, eps: float
 ) -> tuple[Array, Array, Array]:
     """Normalize over the last dims; also the mean and reciprocal deviation that backward needs."""
-    x = _wide(input, input)
-    assert x is not None
     dims = tuple(range(input.ndim - len(normalized_shape), input.ndim))
-    mean, _, rstd = moments(x, dims, eps)
-    out = _scale_shift((x - mean) * rstd, _wide(weight, input), _wide(bias, input))
-    return cast(out, input.dtype), mean, rstd
+    mean, _, rstd = moments(input, dims, eps)
+    return _scale_shift((input - mean) * rstd, weight, bias), mean, rstd
 
 
-@lowering(aten.native_layer_norm_backward.default)
+@lowering(aten.native_layer_norm_backward.default, accumulate=("input", "weight", "bias"))
 def layer_norm_backward(
     grad_out: Array,
     input: Array,
@@ -65,19 +55,18 @@ def layer_norm_backward(
     output_mask: list[bool],
 ) -> tuple[Array | None, ...]:
     """The gradients of ``native_layer_norm`` for input, weight and bias."""
-    dtype = accumulation_dtype(input.dtype)
-    g, x, mu, r = (cast(a, dtype) for a in (grad_out, input, mean, rstd))
     axis = input.ndim - len(normalized_shape)
     outer, inner = tuple(range(axis)), tuple(range(axis, input.ndim))
-    normal = (x - mu) * r
-    scaled = g if weight is None else g * cast(weight, dtype)
-    dx = cast(_input_grad(scaled, normal, r, inner), input.dtype) if output_mask[0] else None
-    dw = cast((g * normal).sum(outer), weight.dtype) if output_mask[1] and weight is not None else None
-    db = cast(g.sum(outer), bias.dtype) if output_mask[2] and bias is not None else None
-    return dx, dw, db
+    normal = (input - mean) * rstd
+    scaled = grad_out if weight is None else grad_out * weight
+    return (
+        _input_grad(scaled, normal, rstd, inner) if output_mask[0] else None,
+        (grad_out * normal).sum(outer) if output_mask[1] and weight is not None else None,
+        grad_out.sum(outer) if output_mask[2] and bias is not None else None,
+    )
 
 
-@lowering(aten.native_group_norm.default)
+@lowering(aten.native_group_norm.default, accumulate=True)
 def group_norm(
     input: Array,
     weight: Array | None,
@@ -89,14 +78,12 @@ def group_norm(
     eps: float,
 ) -> tuple[Array, Array, Array]:
     """Normalize over groups of channels; also the statistics that backward needs."""
-    dtype = accumulation_dtype(input.dtype)
-    x = cast(input, dtype).reshape(N, group, C // group, HxW)
+    x = input.reshape(N, group, C // group, HxW)
     mean, _, rstd = moments(x, (2, 3), eps)
-    w, b = (None if p is None else cast(p, dtype).reshape(1, group, C // group, 1) for p in (weight, bias))
+    w, b = (None if p is None else p.reshape(1, group, C // group, 1) for p in (weight, bias))
     out = _scale_shift((x - mean) * rstd, w, b)
-    # torch keeps these statistics in the input's dtype, unlike those of layer norm.
-    saved = [cast(stat.reshape(N, group), input.dtype) for stat in (mean, rstd)]
-    return cast(out.reshape(input.shape), input.dtype), saved[0], saved[1]
+    # torch saves these statistics in the input's dtype, unlike those of layer norm.
+    return out.reshape(input.shape), mean.reshape(N, group), rstd.reshape(N, group)
 
 
 @lowering(aten.native_group_norm_backward.default)
@@ -119,8 +106,8 @@ def group_norm_backward(
     normal = (x - mu) * r
     scaled = g if weight is None else g * cast(weight, dtype).reshape(1, group, C // group, 1)
     # As torch infers it: as wide as the widest, which are the statistics where the parameters are wider than the input.
-    given = (grad_out, input, mean, rstd, *([] if weight is None else [weight]))
-    result = functools.reduce(jnp.promote_types, [a.dtype for a in given])
+    arrays = (grad_out, input, mean, rstd, *([] if weight is None else [weight]))
+    result = functools.reduce(jnp.promote_types, [a.dtype for a in arrays])
     dx = cast(_input_grad(scaled, normal, r, (2, 3)).reshape(input.shape), result) if output_mask[0] else None
     dw = cast((g * normal).sum((0, 3)).reshape(C), result) if output_mask[1] else None
     db = cast(g.sum((0, 3)).reshape(C), result) if output_mask[2] else None
@@ -178,40 +165,39 @@ def batch_norm(
     """Normalize a batch per channel; in training by its own statistics, which move the running ones."""
     if not training:
         out = _batch_eval(input, weight, bias, running_mean, running_var, eps)
-        kept = [
+        stats = [
             cast(p, jnp.promote_types(accumulation_dtype(input.dtype), p.dtype))
             for p in (running_mean, running_var)
         ]
-        return (out, *_saved(input, running_mean, running_var, eps), *kept)
+        return (out, *_saved(input, running_mean, running_var, eps), *stats)
     out, mean, var, rstd = _batch_train(input, weight, bias, eps)
     count = math.prod(input.shape) // max(input.shape[1], 1)
     unbiased = var * (count / (count - 1)) if count > 1 else var * jnp.nan
     # As wide as torch's decomposition has them; what they are written to, of a half type say, rounds them.
     moved = [
-        (1 - momentum) * cast(running, wide) + momentum * cast(new, wide)
+        (1 - momentum) * cast(running, dtype) + momentum * cast(new, dtype)
         for running, new in ((running_mean, mean), (running_var, unbiased))
-        for wide in [jnp.promote_types(mean.dtype, running.dtype)]
+        for dtype in [jnp.promote_types(mean.dtype, running.dtype)]
     ]
     return (out, mean, rstd, *moved)
 
 
-@lowering(aten._native_batch_norm_legit.no_stats)
+@lowering(aten._native_batch_norm_legit.no_stats, ignores=("training", "momentum"))
 def batch_norm_no_stats(
-    input: Array, weight: Array | None, bias: Array | None, training: bool, momentum: float, eps: float
+    input: Array, weight: Array | None, bias: Array | None, eps: float
 ) -> tuple[Array, Array, Array]:
     """Normalize a batch per channel by its own statistics."""
     out, mean, _, rstd = _batch_train(input, weight, bias, eps)
     return out, mean, rstd
 
 
-@lowering(aten._native_batch_norm_legit_no_training.default)
+@lowering(aten._native_batch_norm_legit_no_training.default, ignores=("momentum",))
 def batch_norm_no_training(
     input: Array,
     weight: Array | None,
     bias: Array | None,
     running_mean: Array,
     running_var: Array,
-    momentum: float,
     eps: float,
 ) -> tuple[Array, Array, Array]:
     """Normalize a batch per channel by the running statistics."""
@@ -219,21 +205,20 @@ def batch_norm_no_training(
     return (out, *_saved(input, running_mean, running_var, eps))
 
 
-@lowering(aten._batch_norm_no_update.default)
+@lowering(aten._batch_norm_no_update.default, ignores=("momentum",))
 def batch_norm_no_update(
     input: Array,
     weight: Array | None,
     bias: Array | None,
     running_mean: Array | None,
     running_var: Array | None,
-    momentum: float,
     eps: float,
 ) -> tuple[Array, ...]:
     """Normalize a batch per channel by the running statistics, and return what cuDNN would reserve: nothing."""
     if running_mean is None or running_var is None:
         raise Unsupported("no running statistics, which torch refuses as well")
-    found = batch_norm_no_training(input, weight, bias, running_mean, running_var, momentum, eps)
-    return (*found, jnp.zeros((0,), jnp.uint8))
+    results = batch_norm_no_training(input, weight, bias, running_mean, running_var, eps)
+    return (*results, jnp.zeros((0,), jnp.uint8))
 
 
 @lowering(aten.native_batch_norm_backward.default)
@@ -251,8 +236,10 @@ def batch_norm_backward(
 ) -> tuple[Array | None, ...]:
     """The gradients of batch normalization for input, weight and bias."""
     dtype, ndim = accumulation_dtype(input.dtype), input.ndim
-    mean = save_mean if train else running_mean
-    rstd = save_invstd if train else jax.lax.rsqrt(cast(running_var, dtype) + eps)
+    mean, scale = (save_mean, save_invstd) if train else (running_mean, running_var)
+    if mean is None or scale is None:
+        raise Unsupported("no statistics, which torch refuses as well")
+    rstd = scale if train else jax.lax.rsqrt(cast(scale, dtype) + eps)
     dims = (0, *range(2, ndim))
     g, x = cast(grad_out, dtype), cast(input, dtype)
     mu, r = (_channels(cast(p, dtype), ndim) for p in (mean, rstd))
@@ -267,7 +254,7 @@ def batch_norm_backward(
     )
 
 
-def _rms_eps(eps: float | None, dtype: Any) -> float:
+def _rms_eps(eps: float | None, dtype: DTypeLike) -> float:
     return float(jnp.finfo(dtype).eps) if eps is None else eps  # type: ignore[no-untyped-call]
 
 
@@ -283,7 +270,7 @@ def rms_norm(
     return cast(out, input.dtype), rstd
 
 
-@lowering(aten._fused_rms_norm_backward.default)
+@lowering(aten._fused_rms_norm_backward.default, accumulate=("input", "weight"))
 def rms_norm_backward(
     grad_out: Array,
     input: Array,
@@ -293,11 +280,20 @@ def rms_norm_backward(
     output_mask: list[bool],
 ) -> tuple[Array | None, Array | None]:
     """The gradients of ``_fused_rms_norm`` for input and weight."""
-    dtype = np.dtype(accumulation_dtype(input.dtype))
-    g, x, r = (cast(a, dtype) for a in (grad_out, input, rstd))
     axis = input.ndim - len(normalized_shape)
     outer, inner = tuple(range(axis)), tuple(range(axis, input.ndim))
-    normal, scaled = x * r, g if weight is None else g * cast(weight, dtype)
-    dx = r * (scaled - normal * (scaled * normal).mean(inner, keepdims=True))
-    dw = cast((g * normal).sum(outer), weight.dtype) if output_mask[1] and weight is not None else None
-    return (cast(dx, input.dtype) if output_mask[0] else None), dw
+    normal, scaled = input * rstd, grad_out if weight is None else grad_out * weight
+    dx = rstd * (scaled - normal * (scaled * normal).mean(inner, keepdims=True))
+    dw = (grad_out * normal).sum(outer) if output_mask[1] and weight is not None else None
+    return dx if output_mask[0] else None, dw
+
+
+@lowering(aten._weight_norm_interface_backward.default, accumulate=("saved_v", "saved_g"))
+def weight_norm_backward(
+    grad_w: Array, saved_v: Array, saved_g: Array, saved_norms: Array, dim: int
+) -> tuple[Array, Array]:
+    """The gradients of v and g for w = g * v / norm(v), the norm over every dim but ``dim``."""
+    others = tuple(d for d in range(saved_v.ndim) if d != wrap_dim(dim, saved_v.ndim))
+    along = jnp.sum(grad_w * saved_v, axis=others, keepdims=True)
+    grad_v = saved_g / saved_norms * (grad_w - saved_v * along / (saved_norms * saved_norms))
+    return grad_v, along / saved_norms

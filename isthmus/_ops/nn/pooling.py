@@ -1,32 +1,43 @@
-"""Pooling over windows: maxima with torch's choice of index, averages with torch's divisors."""
+"""Pooling over windows: maxima with torch's choice of index, averages with torch's divisors.
+
+Windows are of one size, or as many as the output has places (adaptive: window i goes from ``floor(i * in / out)`` to
+``ceil((i + 1) * in / out)``). Gradients of maxima scatter to the index that forward returned; those of averages are the
+transpose of forward.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
+from torch._ops import OpOverload
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import accumulation_dtype, cast, keyword_signature
-from isthmus._ops.registry import lowering
+from isthmus._ops.common import Array, DType, Ints, accumulation_dtype, cast, each_dim, transpose_of
+from isthmus._ops.registry import Options, lowering
 from isthmus._ops.value_checks import require
 from isthmus.errors import Unsupported
 
-Array = Any
-_NOWHERE = np.iinfo(np.int32).max
+# The index of a place in the padding: beyond every real index, so that `better` prefers a real one of equal value.
+NOWHERE = np.asarray(np.iinfo(np.int32).max, np.int32)
 
 
-def _each(value: Sequence[int], n: int) -> list[int]:
-    """Return one value per spatial dim: torch lets one stand for all."""
-    return list(value) * n if len(value) == 1 else list(value)
+def register(
+    function: Callable[..., object], in_2d: OpOverload, in_3d: OpOverload, **options: Unpack[Options]
+) -> None:
+    """Register ``function``, whose first parameter is the number of spatial dims, for two dims and for three."""
+    for n, op in ((2, in_2d), (3, in_3d)):
+        lowering(op, **options)(functools.partial(function, n))
 
 
-def _strides(stride: Sequence[int], kernel: Sequence[int], n: int) -> list[int]:
-    return _each(stride, n) if len(stride) else list(kernel)
+def _strides(stride: Ints, kernel: Ints, n: int) -> list[int]:
+    return each_dim(stride, n) if len(stride) else list(kernel)
 
 
 def pooled_size(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> int:
@@ -37,13 +48,11 @@ def pooled_size(size: int, kernel: int, stride: int, padding: int, dilation: int
 
 
 def _margins(
-    sizes: Sequence[int], counts: Sequence[int], kernel: Any, stride: Any, padding: Any, dilation: Any
+    sizes: Ints, counts: Ints, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints
 ) -> list[tuple[int, int]]:
     """Return the padding below and above each dim that makes room for exactly ``counts`` windows."""
-    found = []
-    for size, count, k, s, p, d in zip(sizes, counts, kernel, stride, padding, dilation, strict=True):
-        found.append((p, max((count - 1) * s + d * (k - 1) + 1 - size - p, 0)))
-    return found
+    rows = zip(sizes, counts, kernel, stride, padding, dilation, strict=True)
+    return [(p, max((count - 1) * s + d * (k - 1) + 1 - size - p, 0)) for size, count, k, s, p, d in rows]
 
 
 def better(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -57,9 +66,9 @@ def better(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array
     return jnp.where(take, y, x), jnp.where(take, j, i)
 
 
-def _lowest(dtype: Any) -> Any:
+def _lowest(dtype: DType) -> np.ndarray:
     floating = jnp.issubdtype(dtype, jnp.floating)
-    return np.asarray(-np.inf if floating else np.iinfo(dtype).min, dtype)
+    return np.asarray(-np.inf if floating else jnp.iinfo(dtype).min, dtype)
 
 
 def _positions(x: Array, n: int) -> Array:
@@ -69,97 +78,91 @@ def _positions(x: Array, n: int) -> Array:
     return jnp.broadcast_to(flat, x.shape)
 
 
-def _max_pool(n: int, op: Any) -> None:
-    @lowering(op)
-    def max_pool(
-        self: Array,
-        kernel_size: list[int],
-        stride: Sequence[int] = (),
-        padding: Sequence[int] = (0,),
-        dilation: Sequence[int] = (1,),
-        ceil_mode: bool = False,
-    ) -> tuple[Array, Array]:
-        """The largest element of each window and its place in the flattened spatial dims."""
-        kernel, pad, spread = _each(kernel_size, n), _each(padding, n), _each(dilation, n)
-        steps = _strides(stride, kernel, n)
-        lead, sizes = self.shape[:-n], self.shape[-n:]
-        counts = [pooled_size(*a, ceil_mode) for a in zip(sizes, kernel, steps, pad, spread, strict=True)]
-        if 0 in lead:
-            shape = (*lead, *counts)
-            return jnp.zeros(shape, self.dtype), jnp.zeros(shape, jnp.int64)
-        ones, none = (1,) * len(lead), [(0, 0)] * len(lead)
-        values, indices = jax.lax.reduce_window(
-            (self, _positions(self, n)),
-            (_lowest(self.dtype), np.asarray(_NOWHERE, np.int32)),
-            better,
-            (*ones, *kernel),
-            (*ones, *steps),
-            [*none, *_margins(sizes, counts, kernel, steps, pad, spread)],
-            window_dilation=(*ones, *spread),
-        )
-        return values, indices.astype(jnp.int64)
+def empty(shape: tuple[int, ...], dtype: DTypeLike) -> tuple[Array, Array]:
+    return jnp.zeros(shape, dtype), jnp.zeros(shape, jnp.int64)
 
 
-def scatter_grad(grad: Array, like: Array, indices: Array, n: int) -> Array:
-    """Return each gradient added at its index in the flattened spatial dims of ``like``."""
-    if grad.size == 0:
-        return jnp.zeros(like.shape, like.dtype)
-    wide = accumulation_dtype(grad.dtype)
-    rows, area = math.prod(like.shape[:-n]), math.prod(like.shape[-n:])
-    at = (jnp.arange(rows)[:, None], indices.reshape(rows, -1))
-    total = jnp.zeros((rows, area), wide).at[at].add(cast(grad, wide).reshape(rows, -1))
-    return cast(total.reshape(like.shape), like.dtype)
+def _max_pool(
+    n: int,
+    self: Array,
+    kernel_size: list[int],
+    stride: Ints = (),
+    padding: Ints = (0,),
+    dilation: Ints = (1,),
+    ceil_mode: bool = False,
+) -> tuple[Array, Array]:
+    """The largest element of each window and its place in the flattened spatial dims."""
+    kernel, pad, spread = each_dim(kernel_size, n), each_dim(padding, n), each_dim(dilation, n)
+    steps = _strides(stride, kernel, n)
+    lead, sizes = self.shape[:-n], self.shape[-n:]
+    counts = [pooled_size(*a, ceil_mode) for a in zip(sizes, kernel, steps, pad, spread, strict=True)]
+    if 0 in lead:
+        return empty((*lead, *counts), self.dtype)
+    ones, none = (1,) * len(lead), [(0, 0)] * len(lead)
+    values, indices = jax.lax.reduce_window(
+        (self, _positions(self, n)),
+        (_lowest(self.dtype), NOWHERE),
+        better,
+        (*ones, *kernel),
+        (*ones, *steps),
+        [*none, *_margins(sizes, counts, kernel, steps, pad, spread)],
+        window_dilation=(*ones, *spread),
+    )
+    return values, indices.astype(jnp.int64)
 
 
-def _max_pool_backward(n: int, op: Any) -> None:
-    @lowering(op)
-    def max_pool_backward(
-        grad_output: Array,
-        self: Array,
-        kernel_size: list[int],
-        stride: list[int],
-        padding: list[int],
-        dilation: list[int],
-        ceil_mode: bool,
-        indices: Array,
-    ) -> Array:
-        """Each window's gradient, added where its maximum was."""
-        if not jnp.issubdtype(self.dtype, jnp.floating):
-            raise Unsupported(f"torch has no kernel for {self.dtype} and says so")
-        return scatter_grad(grad_output, self, indices, n)
+def max_pool_backward(n: int, grad_output: Array, self: Array, indices: Array) -> Array:
+    """Each window's gradient, added where its maximum was."""
+    if not jnp.issubdtype(self.dtype, jnp.floating):
+        raise Unsupported(f"torch has no kernel for {self.dtype} and says so")
+    if grad_output.size == 0:
+        return jnp.zeros(self.shape, self.dtype)
+    dtype = accumulation_dtype(grad_output.dtype)
+    rows, area = math.prod(self.shape[:-n]), math.prod(self.shape[-n:])
+    places = (jnp.arange(rows)[:, None], indices.reshape(rows, -1))
+    total = jnp.zeros((rows, area), dtype).at[places].add(cast(grad_output, dtype).reshape(rows, -1))
+    return cast(total.reshape(self.shape), self.dtype)
 
 
-_max_pool(2, aten.max_pool2d_with_indices.default)
-_max_pool(3, aten.max_pool3d_with_indices.default)
-_max_pool_backward(2, aten.max_pool2d_with_indices_backward.default)
-_max_pool_backward(3, aten.max_pool3d_with_indices_backward.default)
+register(_max_pool, aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default)
+_WINDOW = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
+register(
+    max_pool_backward,
+    aten.max_pool2d_with_indices_backward.default,
+    aten.max_pool3d_with_indices_backward.default,
+    ignores=_WINDOW,
+)
 
 
 def _divisor(
-    sizes: Any, counts: Any, kernel: Any, stride: Any, padding: Any, include_pad: bool, override: int | None
-) -> Any:
+    sizes: Ints,
+    counts: Ints,
+    kernel: Ints,
+    stride: Ints,
+    padding: Ints,
+    include_pad: bool,
+    override: int | None,
+) -> np.ndarray:
     """Return what each window's sum is divided by, as torch counts it."""
     if override is not None:
         return np.full(counts, override)
-    lengths = []
+    divisor: np.ndarray = np.ones((), np.int64)
     for size, count, k, s, p in zip(sizes, counts, kernel, stride, padding, strict=True):
         start = np.arange(count) * s - p
+        # A window that hangs over the padding counts it, but nothing beyond it.
         end = np.minimum(start + k, size + p)
         if not include_pad:
             start, end = np.maximum(start, 0), np.minimum(end, size)
-        lengths.append(end - start)
-    found = lengths[0]
-    for length in lengths[1:]:
-        found = found[..., None] * length
-    return found
+        divisor = divisor[..., None] * (end - start)
+    return divisor
 
 
 def avg_pool(
     x: Array,
     n: int,
-    kernel: Any,
-    stride: Any,
-    padding: Any,
+    kernel: Ints,
+    stride: Ints,
+    padding: Ints,
     ceil_mode: bool,
     include_pad: bool,
     override: int | None,
@@ -182,73 +185,140 @@ def avg_pool(
     return jax.lax.div(total, jnp.broadcast_to(jnp.asarray(divisor, x.dtype), total.shape))
 
 
-def _transpose(function: Any, shape: tuple[int, ...], dtype: Any, grad: Array) -> Array:
-    """Return the transpose of a linear function applied to ``grad``."""
-    like = jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call]
-    (found,) = jax.linear_transpose(function, like)(grad)
-    return found
+def _avg_pool(
+    n: int,
+    self: Array,
+    kernel_size: list[int],
+    stride: Ints = (),
+    padding: Ints = (0,),
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Array:
+    """The average of each window."""
+    kernel, pad = each_dim(kernel_size, n), each_dim(padding, n)
+    return avg_pool(self, n, kernel, stride, pad, ceil_mode, count_include_pad, divisor_override)
 
 
-def _avg_pools(n: int, op: Any, backward: Any) -> None:
-    @lowering(op)
-    def forward_lowering(
-        self: Array,
-        kernel_size: list[int],
-        stride: Sequence[int] = (),
-        padding: Sequence[int] = (0,),
-        ceil_mode: bool = False,
-        count_include_pad: bool = True,
-        divisor_override: int | None = None,
-    ) -> Array:
-        """The average of each window."""
-        kernel, pad = _each(kernel_size, n), _each(padding, n)
-        x = cast(self, accumulation_dtype(self.dtype))
-        found = avg_pool(x, n, kernel, stride, pad, ceil_mode, count_include_pad, divisor_override)
-        return cast(found, self.dtype)
-
-    @lowering(backward)
-    def backward_lowering(
-        grad_output: Array,
-        self: Array,
-        kernel_size: list[int],
-        stride: list[int],
-        padding: list[int],
-        ceil_mode: bool,
-        count_include_pad: bool,
-        divisor_override: int | None,
-    ) -> Array:
-        """Each window's gradient, shared by its elements."""
-        kernel, pad, wide = _each(kernel_size, n), _each(padding, n), accumulation_dtype(self.dtype)
-        options = (n, kernel, stride, pad, ceil_mode, count_include_pad, divisor_override)
-        if 0 in self.shape:
-            return jnp.zeros(self.shape, self.dtype)
-        found = _transpose(lambda x: avg_pool(x, *options), self.shape, wide, cast(grad_output, wide))
-        return cast(found, self.dtype)
+def _avg_pool_backward(
+    n: int,
+    grad_output: Array,
+    self: Array,
+    kernel_size: list[int],
+    stride: list[int],
+    padding: list[int],
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor_override: int | None,
+) -> Array:
+    """Each window's gradient, shared by its elements."""
+    if 0 in self.shape:
+        return jnp.zeros(self.shape, self.dtype)
+    options = (kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
+    return transpose_of(lambda x: _avg_pool(n, x, *options), self.shape, self.dtype, grad_output)
 
 
-_avg_pools(2, aten.avg_pool2d.default, aten.avg_pool2d_backward.default)
-_avg_pools(3, aten.avg_pool3d.default, aten.avg_pool3d_backward.default)
+register(_avg_pool, aten.avg_pool2d.default, aten.avg_pool3d.default, accumulate=True)
+register(
+    _avg_pool_backward, aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default, accumulate="self"
+)
 
 
-def _unpool(op: Any, n: int, names: tuple[str, ...]) -> None:
-    def lowered(**values: Any) -> Array:
-        x, indices, size = values["self"], values["indices"], values["output_size"]
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise Unsupported(f"torch has no kernel for {x.dtype} and says so")
-        rows, area = math.prod(x.shape[:-n]), math.prod(size)
-        flat = indices.reshape(rows, math.prod(x.shape[-n:]))
-        require(
-            (flat >= 0) & (flat < area),
-            RuntimeError,
-            f"Found an invalid max index (output volumes are of size {'x'.join(map(str, size))})",
-        )
-        out = jnp.zeros((rows, area), x.dtype).at[jnp.arange(rows)[:, None], flat].set(x.reshape(flat.shape))
-        return out.reshape(*x.shape[:-n], *size)
-
-    lowered.__doc__ = "Zeros, with each element put back at its index."
-    lowered.__signature__ = keyword_signature(["self", "indices", "output_size", *names])  # type: ignore[attr-defined]
-    lowering(op)(lowered)
+def _unpool(n: int, self: Array, indices: Array, output_size: list[int]) -> Array:
+    """Zeros, with each element put back at its index."""
+    if not jnp.issubdtype(self.dtype, jnp.floating):
+        raise Unsupported(f"torch has no kernel for {self.dtype} and says so")
+    rows, area = math.prod(self.shape[:-n]), math.prod(output_size)
+    flat = indices.reshape(rows, math.prod(self.shape[-n:]))
+    volume = "x".join(map(str, output_size))
+    message = f"Found an invalid max index (output volumes are of size {volume})"
+    require((flat >= 0) & (flat < area), RuntimeError, message)
+    out = jnp.zeros((rows, area), self.dtype)
+    out = out.at[jnp.arange(rows)[:, None], flat].set(self.reshape(flat.shape))
+    return out.reshape(*self.shape[:-n], *output_size)
 
 
-_unpool(aten.max_unpool2d.default, 2, ())
-_unpool(aten.max_unpool3d.default, 3, ("stride", "padding"))
+register(_unpool, aten.max_unpool2d.default, aten.max_unpool3d.default, ignores=("stride", "padding"))
+
+
+# Adaptive pooling
+
+
+def _adaptive_windows(size: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the places each window covers, windows by places, and which of them it really does."""
+    i = np.arange(count)
+    start, end = i * size // count, -(-(i + 1) * size // count)
+    places = start[:, None] + np.arange(int((end - start).max(initial=1)))
+    return np.minimum(places, size - 1), places < end[:, None]
+
+
+def _spread(x: Array, dim: int, count: int) -> tuple[Array, np.ndarray]:
+    """Return ``x`` with ``dim`` split into windows and places, and the mask over those two."""
+    size = x.shape[dim]
+    if size % count == 0:  # equal windows that do not overlap: no gather
+        split = x.reshape(*x.shape[:dim], count, size // count, *x.shape[dim + 1 :])
+        return split, np.ones((count, size // count), bool)
+    places, valid = _adaptive_windows(size, count)
+    return jnp.take(x, places, axis=dim), valid
+
+
+def _shaped(mask: np.ndarray, dim: int, ndim: int) -> np.ndarray:
+    """Return a mask over windows and places shaped to meet a tensor that has them at ``dim``."""
+    return mask.reshape((1,) * dim + mask.shape + (1,) * (ndim - dim - 2))
+
+
+def _adaptive_average(x: Array, output_size: Ints) -> Array:
+    n = len(output_size)
+    for dim, count in zip(range(x.ndim - n, x.ndim), output_size, strict=True):
+        split, valid = _spread(x, dim, count)
+        # Masked, not weighted by zero: an infinity outside a window must not reach it.
+        total = jnp.where(_shaped(valid, dim, split.ndim), split, jnp.zeros((), x.dtype)).sum(dim + 1)
+        lengths = valid.sum(1).reshape((-1,) + (1,) * (x.ndim - dim - 1))
+        x = total / lengths.astype(x.dtype)
+    return x
+
+
+def _adaptive_avg_pool(n: int, self: Array, output_size: list[int]) -> Array:
+    """The average of each window."""
+    if 0 in self.shape or 0 in output_size:
+        return jnp.zeros((*self.shape[:-n], *output_size), self.dtype)
+    return _adaptive_average(self, output_size)
+
+
+def _adaptive_avg_pool_backward(n: int, grad_output: Array, self: Array) -> Array:
+    """Each window's gradient, shared by its elements."""
+    if 0 in grad_output.shape:
+        return jnp.zeros(self.shape, self.dtype)
+    size = grad_output.shape[-n:]
+    return transpose_of(lambda x: _adaptive_average(x, size), self.shape, self.dtype, grad_output)
+
+
+def _adaptive_max_pool(n: int, self: Array, output_size: list[int]) -> tuple[Array, Array]:
+    """The largest element of each window and its place in the flattened spatial dims."""
+    if 0 in self.shape or 0 in output_size:
+        return empty((*self.shape[:-n], *output_size), self.dtype)
+    values, places, lowest = self, _positions(self, n), _lowest(self.dtype)
+    for dim, count in zip(range(self.ndim - n, self.ndim), output_size, strict=True):
+        split, valid = _spread(values, dim, count)
+        indices, _ = _spread(places, dim, count)
+        mask = _shaped(valid, dim, split.ndim)
+        pair = (jnp.where(mask, split, lowest), jnp.where(mask, indices, NOWHERE))
+        values, places = jax.lax.reduce(pair, (lowest, NOWHERE), better, (dim + 1,))
+    return values, places.astype(jnp.int64)
+
+
+register(
+    _adaptive_avg_pool, aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool3d.default, accumulate=True
+)
+register(
+    _adaptive_avg_pool_backward,
+    aten._adaptive_avg_pool2d_backward.default,
+    aten._adaptive_avg_pool3d_backward.default,
+    accumulate="self",
+)
+register(_adaptive_max_pool, aten.adaptive_max_pool2d.default, aten.adaptive_max_pool3d.default)
+register(
+    max_pool_backward,
+    aten.adaptive_max_pool2d_backward.default,
+    aten.adaptive_max_pool3d_backward.default,
+)

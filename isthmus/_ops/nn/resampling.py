@@ -1,34 +1,44 @@
-"""Up- and downsampling: one dim at a time, from weights and places known before the program runs."""
+"""Up- and downsampling: one dim at a time, from weights and places known before the program runs.
+
+Nearest takes one input place for each output place, linear and cubic mix two and four, and an antialiasing filter sees
+a window as wide as the output place's share of the input. The gradient is the transpose of the resampling.
+"""
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import accumulation_dtype, cast, keyword_signature
+from isthmus._ops.common import Array, accumulation_dtype, cast, transpose_of
+from isthmus._ops.elementwise import keyword_signature
 from isthmus._ops.registry import lowering
 from isthmus.errors import Unsupported
 
-Array = Any
-Taps = list[tuple[Any, Any]]
+Float = type[np.floating]
+Taps = list[tuple[np.ndarray, np.ndarray]]
 """For each output place, the input places it mixes and their weights."""
-Windows = tuple[Any, Any]
+Filter = Callable[[np.ndarray], np.ndarray]
+Windows = tuple[np.ndarray, np.ndarray]
 """The same as two tables, output places by taps, in which no row has a place twice."""
 
 
-def ratio(size: int, count: int, scale: float | None, dtype: Any) -> Any:
+AnyArray = TypeVar("AnyArray", np.ndarray, Array)
+
+
+def ratio(size: int, count: int, scale: float | None, dtype: Float) -> np.floating:
     """Return input places per output place, rounded as torch rounds it."""
     if scale is not None and scale > 0:
         return dtype(1.0 / scale)
     return dtype(size) / dtype(count)
 
 
-def _nearest(size: int, count: int, scale: float | None, exact: bool) -> Any:
+def _nearest(size: int, count: int, scale: float | None, exact: bool) -> np.ndarray:
     """Return the input place of each output place; torch computes it in float32 whatever the input."""
     places = np.arange(count, dtype=np.float32)
     if not exact and count == size:
@@ -36,18 +46,18 @@ def _nearest(size: int, count: int, scale: float | None, exact: bool) -> Any:
     if not exact and count == 2 * size:
         return np.arange(count) // 2
     step = ratio(size, count, scale, np.float32)
-    found = np.floor((places + np.float32(0.5)) * step if exact else places * step)
-    return np.minimum(found.astype(np.int64), size - 1)
+    source = np.floor((places + np.float32(0.5)) * step if exact else places * step)
+    return np.minimum(source.astype(np.int64), size - 1)
 
 
-def _sources(size: int, count: int, scale: float | None, align: bool, dtype: Any) -> Any:
+def _sources(size: int, count: int, scale: float | None, align: bool, dtype: Float) -> np.ndarray:
     places = np.arange(count, dtype=dtype)
     if align:
         return (dtype(size - 1) / dtype(count - 1) if count > 1 else dtype(0)) * places
     return ratio(size, count, scale, dtype) * (places + dtype(0.5)) - dtype(0.5)
 
 
-def _linear_taps(size: int, count: int, scale: float | None, align: bool, dtype: Any) -> Taps:
+def _linear_taps(size: int, count: int, scale: float | None, align: bool, dtype: Float) -> Taps:
     if size == count:
         return [(np.arange(count), np.ones(count, dtype))]
     source = np.maximum(_sources(size, count, scale, align, dtype), dtype(0))
@@ -57,21 +67,21 @@ def _linear_taps(size: int, count: int, scale: float | None, align: bool, dtype:
     return [(low, dtype(1) - weight), (high, weight)]
 
 
-def _cubic_taps(size: int, count: int, scale: float | None, align: bool, dtype: Any) -> Taps:
+def _cubic_taps(size: int, count: int, scale: float | None, align: bool, dtype: Float) -> Taps:
     source = _sources(size, count, scale, align, dtype)
     low = np.minimum(np.floor(source).astype(np.int64), size - 1)
     t = np.clip(source - low.astype(dtype), dtype(0), dtype(1))
     return [(np.clip(low + k - 1, 0, size - 1), w) for k, w in enumerate(cubic_weights(t))]
 
 
-def cubic_weights(t: Any) -> list[Any]:
+def cubic_weights(t: AnyArray) -> list[AnyArray]:
     """Return the weights of four neighbours of a point ``t`` of the way from the second to the third."""
     a = -0.75
 
-    def near(x: Any) -> Any:
+    def near(x: AnyArray) -> AnyArray:
         return ((a + 2) * x - (a + 3)) * x * x + 1
 
-    def far(x: Any) -> Any:
+    def far(x: AnyArray) -> AnyArray:
         return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
 
     return [far(t + 1), near(t), near(1 - t), far(2 - t)]
@@ -79,12 +89,9 @@ def cubic_weights(t: Any) -> list[Any]:
 
 def _mix(x: Array, dim: int, taps: Taps) -> Array:
     """Return the weighted sum of the taps along one dim."""
-    total = None
-    for places, weights in taps:
-        shaped = weights.astype(x.dtype).reshape((-1,) + (1,) * (x.ndim - dim - 1))
-        part = jnp.take(x, places, axis=dim) * shaped
-        total = part if total is None else total + part
-    return total
+    shape = (-1,) + (1,) * (x.ndim - dim - 1)
+    parts = [jnp.take(x, places, axis=dim) * w.astype(x.dtype).reshape(shape) for places, w in taps]
+    return functools.reduce(jnp.add, parts)
 
 
 def _take(x: Array, size: Sequence[int], scales: Sequence[float | None], exact: bool) -> Array:
@@ -113,7 +120,7 @@ def _windows(size: int, taps: Taps) -> Windows:
     return inside, np.where(cover < size, np.take_along_axis(dense, inside, 1), 0.0)
 
 
-def _fixed_point(weights: Any) -> tuple[Any, int]:
+def _fixed_point(weights: np.ndarray) -> tuple[np.ndarray, int]:
     """Return the weights as 16-bit integers, and by how many bits they are shifted: as many as fit."""
     bits = 0
     while bits < 22 and int(0.5 + weights.max() * (1 << (bits + 1))) < 1 << 15:
@@ -142,13 +149,69 @@ def mix_bytes(
     return x
 
 
+# Antialiasing filters
+
+
+def _triangle(x: np.ndarray) -> np.ndarray:
+    return np.maximum(1 - np.abs(x), 0)
+
+
+def _keys_cubic(x: np.ndarray) -> np.ndarray:
+    a, x = -0.5, np.abs(x)
+    near = ((a + 2) * x - (a + 3)) * x * x + 1
+    far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+    return np.where(x < 1, near, np.where(x < 2, far, 0.0))
+
+
+def _lanczos(x: np.ndarray) -> np.ndarray:
+    return np.where(np.abs(x) < 3, np.sinc(x) * np.sinc(x / 3), 0.0)
+
+
+def _filter_windows(
+    size: int, count: int, scale: float | None, align: bool, width: int, filter: Filter, dtype: Float
+) -> Windows:
+    """Return the places and normalised weights of each output place, rounded in ``dtype`` as torch rounds."""
+    step = _aligned_ratio(size, count, scale, align, dtype)
+    support = dtype(width * 0.5) * step if step >= 1 else dtype(width * 0.5)
+    taps = math.ceil(support) * 2 + 1
+    center = (np.float64(step) * (np.arange(count) + 0.5)).astype(dtype)
+    first = np.maximum((center - support + 0.5).astype(dtype).astype(np.int64), 0)
+    last = np.minimum((center + support + 0.5).astype(dtype).astype(np.int64), size)
+    cover = first[:, None] + np.arange(taps)
+    real = cover < np.minimum(last, first + taps)[:, None]
+    inverse = dtype(1) / step if step >= 1 else dtype(1)
+    away = ((cover - center[:, None] + 0.5) * inverse).astype(dtype)
+    weights = np.where(real, filter(away), 0.0).astype(dtype)
+    total = weights.sum(1, keepdims=True)
+    return np.minimum(cover, size - 1), np.where(
+        total != 0, weights / np.where(total == 0, 1, total), weights
+    )
+
+
+def _aligned_ratio(size: int, count: int, scale: float | None, align: bool, dtype: Float) -> np.floating:
+    if align:
+        return dtype(size - 1) / dtype(count - 1) if count > 1 else dtype(0)
+    return ratio(size, count, scale, dtype)
+
+
+def _mix_windows(x: Array, dim: int, windows: Windows) -> Array:
+    """Return the weighted sum of each window along one dim."""
+    places, weights = windows
+    shape = (*places.shape, *(1,) * (x.ndim - dim - 1))
+    # Chosen, not multiplied by zero: an infinity beside a window must not reach it.
+    seen = jnp.where((weights != 0).reshape(shape), jnp.take(x, places, axis=dim), jnp.zeros((), x.dtype))
+    return (seen * weights.astype(x.dtype).reshape(shape)).sum(dim + 1)
+
+
+# Registration: each resampling with its gradient
+
+Arguments = dict[str, Any]
+"""The arguments of a call by name."""
 _SCALES = {1: ("scales",), 2: ("scales_h", "scales_w"), 3: ("scales_d", "scales_h", "scales_w")}
 
 
-def file_pair(
-    name: str, n: int, function: Callable[[Array, dict[str, Any]], Array], options: tuple[str, ...]
-) -> None:
-    """File a resampling and its backward, which is its transpose."""
+def _register_pair(name: str, n: int, function: Callable[[Array, Arguments], Array], *options: str) -> None:
+    """Register a resampling of ``n`` spatial dims and its gradient, its transpose."""
     rest = [*options, *_SCALES[n]]
 
     def forward(**values: Any) -> Array:
@@ -158,51 +221,66 @@ def file_pair(
         return cast(function(x, values), x.dtype)
 
     def backward(**values: Any) -> Array:
-        grad, wide = values["grad_output"], accumulation_dtype(values["grad_output"].dtype)
-        shape = tuple(values["input_size"])
+        grad, shape = values["grad_output"], tuple(values["input_size"])
         if 0 in grad.shape or 0 in shape:
             return jnp.zeros(shape, grad.dtype)
-        like = jax.ShapeDtypeStruct(shape, wide)  # type: ignore[no-untyped-call]
-        (found,) = jax.linear_transpose(lambda x: function(x, values), like)(cast(grad, wide))
-        return cast(found, grad.dtype)
+        return transpose_of(lambda x: function(x, values), shape, grad.dtype, grad)
 
-    forward.__doc__ = "Resample every spatial dim to ``output_size``."
-    backward.__doc__ = "The gradient of the resampling for its input."
-    before = ["grad_output", "output_size", "input_size", *rest]
+    names = ["output_size", "input_size", *rest]
     forward.__signature__ = keyword_signature(["self", "output_size", *rest])  # type: ignore[attr-defined]
-    backward.__signature__ = keyword_signature(before)  # type: ignore[attr-defined]
+    backward.__signature__ = keyword_signature(["grad_output", *names])  # type: ignore[attr-defined]
     lowering(getattr(aten, name).default)(forward)
-    lowering(getattr(aten, f"{name}_backward").default)(backward)
+    lowering(getattr(aten, f"{name}_backward").default, accumulate=True)(backward)
 
 
-def _nearest_function(n: int, exact: bool) -> Callable[[Array, dict[str, Any]], Array]:
+def _nearest_function(n: int, exact: bool) -> Callable[[Array, Arguments], Array]:
     return lambda x, v: _take(x, v["output_size"], [v[s] for s in _SCALES[n]], exact)
 
 
-def _mixing_function(n: int, taps: Callable[..., Taps]) -> Callable[[Array, dict[str, Any]], Array]:
-    def function(x: Array, values: dict[str, Any]) -> Array:
-        size, scales = values["output_size"], [values[s] for s in _SCALES[n]]
+def _mixing_function(n: int, taps: Callable[..., Taps]) -> Callable[[Array, Arguments], Array]:
+    def function(x: Array, values: Arguments) -> Array:
+        size, align, scales = values["output_size"], values["align_corners"], [values[s] for s in _SCALES[n]]
         if x.dtype == np.uint8 and n == 2:
-
-            def windows(size: int, count: int, scale: float | None) -> Windows:
-                return _windows(size, taps(size, count, scale, values["align_corners"], np.float64))
-
-            return mix_bytes(x, size, scales, windows)
+            return mix_bytes(x, size, scales, lambda s, *rest: _windows(s, taps(s, *rest, align, np.float64)))
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise Unsupported(f"torch does not mix {x.dtype}")
-        wide = cast(x, accumulation_dtype(x.dtype))
-        return _resample(taps, wide, size, scales, values["align_corners"])
+        return _resample(taps, cast(x, accumulation_dtype(x.dtype)), size, scales, align)
+
+    return function
+
+
+def _filter_function(width: int, filter: Filter) -> Callable[[Array, Arguments], Array]:
+    def function(x: Array, values: Arguments) -> Array:
+        size, align = values["output_size"], values["align_corners"]
+        scales = [values["scales_h"], values["scales_w"]]
+        if x.dtype == np.uint8:
+            return mix_bytes(
+                x,
+                size,
+                scales,
+                lambda n, m, scale: _filter_windows(n, m, scale, align, width, filter, np.float64),
+            )
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise Unsupported(f"torch does not mix {x.dtype}")
+        dtype = np.float64 if x.dtype == np.float64 else np.float32
+        x = cast(x, accumulation_dtype(x.dtype))
+        for dim in (3, 2):
+            # torch leaves a dim that keeps its size alone whatever its scale, but not so in the gradient.
+            if x.shape[dim] != size[dim - 2] or "grad_output" in values:
+                shape = (x.shape[dim], size[dim - 2], scales[dim - 2], align)
+                x = _mix_windows(x, dim, _filter_windows(*shape, width, filter, dtype))
+        return x
 
     return function
 
 
 for _n in (1, 2, 3):
-    file_pair(f"upsample_nearest{_n}d", _n, _nearest_function(_n, False), ())
-    file_pair(f"_upsample_nearest_exact{_n}d", _n, _nearest_function(_n, True), ())
-for _name, _n, _taps in (
-    ("upsample_linear1d", 1, _linear_taps),
-    ("upsample_bilinear2d", 2, _linear_taps),
-    ("upsample_trilinear3d", 3, _linear_taps),
-    ("upsample_bicubic2d", 2, _cubic_taps),
-):
-    file_pair(_name, _n, _mixing_function(_n, _taps), ("align_corners",))
+    _register_pair(f"upsample_nearest{_n}d", _n, _nearest_function(_n, False))
+    _register_pair(f"_upsample_nearest_exact{_n}d", _n, _nearest_function(_n, True))
+_register_pair("upsample_linear1d", 1, _mixing_function(1, _linear_taps), "align_corners")
+_register_pair("upsample_bilinear2d", 2, _mixing_function(2, _linear_taps), "align_corners")
+_register_pair("upsample_trilinear3d", 3, _mixing_function(3, _linear_taps), "align_corners")
+_register_pair("upsample_bicubic2d", 2, _mixing_function(2, _cubic_taps), "align_corners")
+_register_pair("_upsample_bilinear2d_aa", 2, _filter_function(2, _triangle), "align_corners")
+_register_pair("_upsample_bicubic2d_aa", 2, _filter_function(4, _keys_cubic), "align_corners")
+_register_pair("_upsample_lanczos2d_aa", 2, _filter_function(6, _lanczos), "align_corners")

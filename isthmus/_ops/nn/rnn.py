@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import accumulation_dtype, cast
+from isthmus._ops.common import Array, Ints, accumulation_dtype, cast
 from isthmus._ops.linalg.matmul import product
 from isthmus._ops.registry import lowering
 from isthmus.errors import Unsupported
 
-Array = Any
 _LSTM = 2  # oneDNN's number for this kind of network
 
 
@@ -21,7 +18,7 @@ def _plus(gates: Array, bias: Array | None) -> Array:
     return gates if bias is None else gates + cast(bias, gates.dtype)
 
 
-@lowering(aten._thnn_fused_lstm_cell.default)
+@lowering(aten._thnn_fused_lstm_cell.default, accumulate="input_gates")
 def lstm_cell(
     input_gates: Array,
     hidden_gates: Array,
@@ -30,37 +27,33 @@ def lstm_cell(
     hidden_bias: Array | None = None,
 ) -> tuple[Array, Array, Array]:
     """One step of an LSTM: the new hidden and cell states, and the gates for backward."""
-    dtype, wide = input_gates.dtype, accumulation_dtype(input_gates.dtype)
-    total = _plus(cast(input_gates, wide), input_bias) + _plus(cast(hidden_gates, wide), hidden_bias)
+    total = _plus(input_gates, input_bias) + _plus(hidden_gates, hidden_bias)
     i, f, g, o = jnp.split(total, 4, axis=1)
     i, f, g, o = jax.nn.sigmoid(i), jax.nn.sigmoid(f), jnp.tanh(g), jax.nn.sigmoid(o)
-    cy = f * cast(cx, wide) + i * g
-    workspace = jnp.concatenate([i, f, g, o], axis=1)
-    return cast(o * jnp.tanh(cy), dtype), cast(cy, dtype), cast(workspace, dtype)
+    cy = f * cx + i * g
+    return o * jnp.tanh(cy), cy, jnp.concatenate([i, f, g, o], axis=1)
 
 
-@lowering(aten._thnn_fused_lstm_cell_backward_impl.default)
+@lowering(aten._thnn_fused_lstm_cell_backward_impl.default, accumulate="workspace")
 def lstm_cell_backward(
     grad_hy: Array | None, grad_cy: Array | None, cx: Array, cy: Array, workspace: Array, has_bias: bool
 ) -> tuple[Array | None, ...]:
     """The gradients of ``_thnn_fused_lstm_cell`` for the gates, the cell state and the bias."""
-    dtype, wide = workspace.dtype, accumulation_dtype(workspace.dtype)
-    c, new = cast(cx, wide), jnp.tanh(cast(cy, wide))
-    i, f, g, o = jnp.split(cast(workspace, wide), 4, axis=1)
-    gh, gc = (jnp.zeros_like(c) if a is None else cast(a, wide) for a in (grad_hy, grad_cy))
-    state = gh * o * (1 - new * new) + gc
+    new = jnp.tanh(cy)
+    i, f, g, o = jnp.split(workspace, 4, axis=1)
+    hidden, cell = (jnp.zeros_like(cx) if grad is None else grad for grad in (grad_hy, grad_cy))
+    state = hidden * o * (1 - new * new) + cell
     parts = [
         state * g * i * (1 - i),
-        state * c * f * (1 - f),
+        state * cx * f * (1 - f),
         state * i * (1 - g * g),
-        gh * new * o * (1 - o),
+        hidden * new * o * (1 - o),
     ]
     gates = jnp.concatenate(parts, axis=1)
-    bias = cast(gates.sum(0), dtype) if has_bias else None
-    return cast(gates, dtype), cast(state * f, dtype), bias
+    return gates, state * f, gates.sum(0) if has_bias else None
 
 
-@lowering(aten._thnn_fused_gru_cell.default)
+@lowering(aten._thnn_fused_gru_cell.default, accumulate="input_gates")
 def gru_cell(
     input_gates: Array,
     hidden_gates: Array,
@@ -69,30 +62,26 @@ def gru_cell(
     hidden_bias: Array | None = None,
 ) -> tuple[Array, Array]:
     """One step of a GRU: the new hidden state, and what backward needs."""
-    dtype, wide = input_gates.dtype, accumulation_dtype(input_gates.dtype)
-    h = cast(hx, wide)
-    from_input = jnp.split(_plus(cast(input_gates, wide), input_bias), 3, axis=1)
-    from_hidden = jnp.split(_plus(cast(hidden_gates, wide), hidden_bias), 3, axis=1)
+    from_input = jnp.split(_plus(input_gates, input_bias), 3, axis=1)
+    from_hidden = jnp.split(_plus(hidden_gates, hidden_bias), 3, axis=1)
     reset = jax.nn.sigmoid(from_input[0] + from_hidden[0])
     update = jax.nn.sigmoid(from_input[1] + from_hidden[1])
     new = jnp.tanh(from_input[2] + reset * from_hidden[2])
-    workspace = jnp.concatenate([reset, update, new, h, from_hidden[2]], axis=1)
-    return cast(new + update * (h - new), dtype), cast(workspace, dtype)
+    workspace = jnp.concatenate([reset, update, new, hx, from_hidden[2]], axis=1)
+    return new + update * (hx - new), workspace
 
 
-@lowering(aten._thnn_fused_gru_cell_backward.default)
+@lowering(aten._thnn_fused_gru_cell_backward.default, accumulate="workspace")
 def gru_cell_backward(grad_hy: Array, workspace: Array, has_bias: bool) -> tuple[Array | None, ...]:
     """The gradients of ``_thnn_fused_gru_cell`` for both sets of gates, the hidden state and the biases."""
-    dtype, wide = workspace.dtype, accumulation_dtype(workspace.dtype)
-    reset, update, new, h, hidden = jnp.split(cast(workspace, wide), 5, axis=1)
-    grad = cast(grad_hy, wide)
-    for_update = grad * (h - new) * (1 - update) * update
-    for_new = grad * (1 - update) * (1 - new * new)
+    reset, update, new, h, hidden = jnp.split(workspace, 5, axis=1)
+    for_update = grad_hy * (h - new) * (1 - update) * update
+    for_new = grad_hy * (1 - update) * (1 - new * new)
     for_reset = for_new * hidden * (1 - reset) * reset
     by_input = jnp.concatenate([for_reset, for_update, for_new], axis=1)
     by_hidden = jnp.concatenate([for_reset, for_update, for_new * reset], axis=1)
-    biases = [cast(g.sum(0), dtype) if has_bias else None for g in (by_input, by_hidden)]
-    return cast(by_input, dtype), cast(by_hidden, dtype), cast(grad * update, dtype), *biases
+    biases = [grad.sum(0) if has_bias else None for grad in (by_input, by_hidden)]
+    return by_input, by_hidden, grad_hy * update, *biases
 
 
 def _lstm_layer(
@@ -100,26 +89,28 @@ def _lstm_layer(
 ) -> tuple[Array, ...]:
     """Return one layer's outputs and last states, (length, batch, width) like its input."""
     from_input, from_hidden, *biases = weights
-    wide = accumulation_dtype(input.dtype)
+    acc_dtype = accumulation_dtype(input.dtype)
     gates = product(input, from_input.T)
     for bias in biases:
         gates = _plus(gates, bias)
 
-    def step(state: tuple[Array, Array], given: Array) -> tuple[tuple[Array, Array], Array]:
-        hidden, cell, _ = lstm_cell(given, product(cast(state[0], input.dtype), from_hidden.T), state[1])
+    def step(state: tuple[Array, Array], input_gates: Array) -> tuple[tuple[Array, Array], Array]:
+        hidden, cell, _ = lstm_cell(
+            input_gates, product(cast(state[0], input.dtype), from_hidden.T), state[1]
+        )
         return (hidden, cell), hidden
 
-    start = (cast(hx.reshape(hx.shape[-2:]), wide), cast(cx.reshape(cx.shape[-2:]), wide))
+    start = (cast(hx.reshape(hx.shape[-2:]), acc_dtype), cast(cx.reshape(cx.shape[-2:]), acc_dtype))
     (hidden, cell), outputs = jax.lax.scan(step, start, gates, reverse=reverse)
     return cast(outputs, input.dtype), cast(hidden, hx.dtype), cast(cell, cx.dtype)
 
 
-def _only_lstm(mode: int, num_layers: int, bidirectional: bool, batch_first: bool, batch_sizes: Any) -> None:
+def _only_lstm(mode: int, num_layers: int, bidirectional: bool, batch_first: bool, batch_sizes: Ints) -> None:
     if mode != _LSTM or num_layers != 1 or bidirectional or batch_first or len(batch_sizes):
         raise Unsupported("a layer of oneDNN's that is not one direction of one LSTM layer")
 
 
-@lowering(aten.mkldnn_rnn_layer.default, matmul=True)
+@lowering(aten.mkldnn_rnn_layer.default, matmul=True, ignores=("hidden_size", "train"))
 def lstm_layer(
     input: Array,
     weight0: Array,
@@ -131,12 +122,10 @@ def lstm_layer(
     reverse: bool,
     batch_sizes: list[int],
     mode: int,
-    hidden_size: int,
     num_layers: int,
     has_biases: bool,
     bidirectional: bool,
     batch_first: bool,
-    train: bool,
 ) -> tuple[Array, ...]:
     """A whole LSTM layer, as graphs of CPU tensors have it; what oneDNN would save for backward is empty."""
     _only_lstm(mode, num_layers, bidirectional, batch_first, batch_sizes)
@@ -145,7 +134,11 @@ def lstm_layer(
     return outputs, hidden.reshape(hx_.shape), cell.reshape(cx_.shape), jnp.zeros((0,), jnp.uint8)
 
 
-@lowering(aten.mkldnn_rnn_layer_backward.default, matmul=True)
+@lowering(
+    aten.mkldnn_rnn_layer_backward.default,
+    matmul=True,
+    ignores=("output", "hy_", "cy_", "hidden_size", "train", "workspace"),
+)
 def lstm_layer_backward(
     input: Array,
     weight1: Array,
@@ -154,22 +147,16 @@ def lstm_layer_backward(
     weight4: Array,
     hx_: Array,
     cx_tmp: Array,
-    output: Array,
-    hy_: Array,
-    cy_: Array,
     grad_output: Array | None,
     grad_hy: Array | None,
     grad_cy: Array | None,
     reverse: bool,
     mode: int,
-    hidden_size: int,
     num_layers: int,
     has_biases: bool,
-    train: bool,
     bidirectional: bool,
     batch_sizes: list[int],
     batch_first: bool,
-    workspace: Array,
 ) -> tuple[Array, ...]:
     """The gradients of a layer for input, weights and states, with the layer computed again."""
     _only_lstm(mode, num_layers, bidirectional, batch_first, batch_sizes)
@@ -179,10 +166,11 @@ def lstm_layer_backward(
     def forward(x: Array, w: tuple[Array, ...], h: Array, c: Array) -> tuple[Array, ...]:
         return _lstm_layer(x, w, h, c, reverse)
 
-    found, transpose = jax.vjp(forward, input, weights, hx_, cx_tmp)
-    given = (grad_output, grad_hy, grad_cy)
+    outputs, transpose = jax.vjp(forward, input, weights, hx_, cx_tmp)
+    output_grads = (grad_output, grad_hy, grad_cy)
     grads = (
-        jnp.zeros_like(f) if g is None else g.reshape(f.shape) for f, g in zip(found, given, strict=True)
+        jnp.zeros_like(f) if g is None else g.reshape(f.shape)
+        for f, g in zip(outputs, output_grads, strict=True)
     )
     dx, dw, dh, dc = transpose(tuple(grads))
     return tuple(cast(grad, jnp.float32) for grad in (dx, *dw, dh, dc))

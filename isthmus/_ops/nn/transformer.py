@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import accumulation_dtype, cast
-from isthmus._ops.linalg.matmul import precision, product
+from isthmus._ops.common import Array, accumulation_dtype, cast
+from isthmus._ops.linalg.matmul import einsum, product
 from isthmus._ops.nn.normalization import layer_norm
 from isthmus._ops.registry import lowering
 
-Array = Any
 _OVER_PAIRS, _OVER_KEYS = 0, 1
 
 
 def _project(x: Array, weight: Array, bias: Array) -> Array:
-    found = product(x, weight.swapaxes(0, 1))
-    return cast(found + cast(bias, found.dtype), x.dtype)
+    out = product(x, weight.swapaxes(0, 1))
+    return cast(out + cast(bias, out.dtype), x.dtype)
 
 
 def _excluded(mask: Array, mask_type: int | None) -> Array:
@@ -42,17 +40,18 @@ def _attend(
     """Return multi-head attention and its probabilities (batch, heads, queries, keys)."""
     weights, biases = jnp.split(qkv[0], 3), jnp.split(qkv[1], 3)
     dtype, width = inputs[0].dtype, weights[0].shape[0]
-    wide = accumulation_dtype(dtype)
+    acc_dtype = accumulation_dtype(dtype)
     q, k, v = (
         _project(x, w, b).reshape(*x.shape[:2], heads, width // heads)
         for x, w, b in zip(inputs, weights, biases, strict=True)
     )
-    how: dict[str, Any] = {"precision": precision(), "preferred_element_type": wide}
-    scores = jnp.einsum("bqhd,bkhd->bhqk", cast(cast(q, wide) / math.sqrt(width // heads), dtype), k, **how)
+    scores = einsum(
+        "bqhd,bkhd->bhqk", cast(cast(q, acc_dtype) / math.sqrt(width // heads), dtype), k, acc_dtype
+    )
     if mask is not None:
         scores = jnp.where(_excluded(mask, mask_type), -jnp.inf, scores)
     chances = cast(jax.nn.softmax(scores, axis=-1), dtype)
-    merged = cast(jnp.einsum("bhqk,bkhd->bqhd", chances, v, **how), dtype).reshape(*q.shape[:2], width)
+    merged = cast(einsum("bhqk,bkhd->bqhd", chances, v, acc_dtype), dtype).reshape(*q.shape[:2], width)
     return _project(merged, *proj), chances
 
 
@@ -119,8 +118,11 @@ def encoder_layer(
 
     def feed(x: Array) -> Array:
         hidden = _project(x, ffn_weight_1, ffn_bias_1)
-        wide = cast(hidden, accumulation_dtype(hidden.dtype))
-        hidden = cast(jax.nn.gelu(wide, approximate=False) if use_gelu else jnp.maximum(wide, 0), src.dtype)
+        activations = cast(hidden, accumulation_dtype(hidden.dtype))
+        hidden = cast(
+            jax.nn.gelu(activations, approximate=False) if use_gelu else jnp.maximum(activations, 0),
+            src.dtype,
+        )
         return _project(hidden, ffn_weight_2, ffn_bias_2)
 
     if norm_first:

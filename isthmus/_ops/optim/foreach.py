@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
+from torch._ops import OpOverload
 
 from isthmus._graph.names import Missing, aten
 from isthmus._graph.schema import schema_of
-from isthmus._ops.common import accumulation_dtype, cast, keyword_signature
+from isthmus._ops.common import Array, Operand, Scalar, accumulation_dtype, cast
+from isthmus._ops.elementwise import keyword_signature
 from isthmus._ops.known_schemas import arguments_of
 from isthmus._ops.registry import lowering, registry
 
-Array = Any
 
-
-def single(op: Any, values: tuple[Any, ...], keywords: dict[str, Any]) -> Array:
+def single(op: OpOverload, values: tuple[object, ...], keywords: Mapping[str, object]) -> Array:
     """Lower one call of a single-tensor op, looked up late: its family may be filed after this one."""
-    return registry[op](schema_of(op).bind(values, keywords))
+    return registry[op](schema_of(op).bind(values, dict(keywords)))  # type: ignore[no-any-return]
 
 
-def _foreach(name: str, op: Any, **order: str) -> None:
+def _foreach(name: str, op: OpOverload | Missing, **order: str) -> None:
     """File ``_foreach_<name>``: each call takes the next item of every list, and the rest as it is.
 
     ``order`` names keywords of ``op`` for arguments that are not in the order of its schema.
@@ -34,54 +34,25 @@ def _foreach(name: str, op: Any, **order: str) -> None:
     names = [a.name for a in arguments]
     lists = {a.name for a in arguments if a.kind in ("tensors", "scalars")}
 
-    def lowered(**values: Any) -> list[Array]:
+    def lowered(**values: Sequence[Operand]) -> list[Array]:
         count = max(len(values[name]) for name in lists)
-        found = []
+        results = []
         for index in range(count):
-            given = {n: values[n][index] if n in lists else values[n] for n in names if n in values}
-            keywords = {order[n]: given.pop(n) for n in list(given) if n in order}
-            found.append(single(op, tuple(given.values()), keywords))
-        return found
+            call = {n: values[n][index] if n in lists else values[n] for n in names if n in values}
+            keywords = {order[n]: call.pop(n) for n in list(call) if n in order}
+            results.append(single(op, tuple(call.values()), keywords))
+        return results
 
     lowered.__doc__ = f"``{op}`` of each tensor of the list."
     lowered.__signature__ = keyword_signature(names)  # type: ignore[attr-defined]
     lowering(listed, static=("ord",) if "ord" in names else ())(lowered)
 
 
-UNARY = [
-    "abs",
-    "acos",
-    "asin",
-    "atan",
-    "ceil",
-    "cos",
-    "cosh",
-    "erf",
-    "erfc",
-    "exp",
-    "expm1",
-    "floor",
-    "frac",
-    "lgamma",
-    "log",
-    "log10",
-    "log1p",
-    "log2",
-    "neg",
-    "reciprocal",
-    "round",
-    "rsqrt",
-    "sigmoid",
-    "sign",
-    "sin",
-    "sinh",
-    "sqrt",
-    "tan",
-    "tanh",
-    "trunc",
-    "zero",
-]
-for _name in UNARY:
+UNARY = (
+    "abs acos asin atan ceil cos cosh erf erfc exp expm1 floor frac lgamma log log10 log1p log2 neg reciprocal round "
+    "rsqrt sigmoid sign sin sinh sqrt tan tanh trunc zero"
+)
+for _name in UNARY.split():
     _foreach(f"{_name}.default", getattr(aten, _name).default)
 
 for _name in ("add", "sub"):
@@ -138,8 +109,8 @@ def non_finite_check_and_unscale(
 
 
 def _unscale(grad: Array, inv_scale: Array) -> Array:
-    wide = accumulation_dtype(grad.dtype)
-    return cast(grad.astype(wide) * cast(inv_scale, wide).reshape(()), grad.dtype)
+    acc_dtype = accumulation_dtype(grad.dtype)
+    return cast(grad.astype(acc_dtype) * cast(inv_scale, acc_dtype).reshape(()), grad.dtype)
 
 
 _SCALING = ("scale_growth_factor", "scale_backoff_factor", "growth_interval")
@@ -150,18 +121,18 @@ def update_scale(
     self: Array,
     growth_tracker: Array,
     found_inf: Array,
-    scale_growth_factor: Any,
-    scale_backoff_factor: Any,
-    growth_interval: Any,
+    scale_growth_factor: Scalar,
+    scale_backoff_factor: Scalar,
+    growth_interval: Scalar,
 ) -> tuple[Array, Array]:
     """A smaller scale after a step that overflowed, a larger one after enough that did not."""
     overflowed = found_inf.reshape(self.shape) != 0
     steps = growth_tracker + 1
     due = steps == cast(growth_interval, growth_tracker.dtype)
     # torch multiplies in double precision and stores a float.
-    wide = self.astype(jnp.float64)
-    grown = cast(wide * cast(scale_growth_factor, jnp.float64), self.dtype)
-    shrunk = cast(wide * cast(scale_backoff_factor, jnp.float64), self.dtype)
+    scale64 = self.astype(jnp.float64)
+    grown = cast(scale64 * cast(scale_growth_factor, jnp.float64), self.dtype)
+    shrunk = cast(scale64 * cast(scale_backoff_factor, jnp.float64), self.dtype)
     grows = due.reshape(self.shape) & jnp.isfinite(grown)
     scale = jnp.where(overflowed, shrunk, jnp.where(grows, grown, self))
     return scale, jnp.where(overflowed.reshape(steps.shape) | due, jnp.zeros_like(steps), steps)

@@ -4,77 +4,86 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.typing import DTypeLike
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import accumulation_dtype, cast, promote
+from isthmus._ops.common import (
+    INEXACT,
+    Array,
+    DType,
+    Ints,
+    Operand,
+    Scalar,
+    accumulation_dtype,
+    cast,
+    promote,
+)
 from isthmus._ops.registry import lowering
 from isthmus._ops.value_checks import require
 from isthmus._runtime.dtypes import to_jax_dtype
 from isthmus.errors import Unsupported
 
-Array = Any
 _BERNOULLI_RANGE = (
     "Expected p_in >= 0 && p_in <= 1 to be true, but got false.  (Could this error message be improved?  "
     "If so, please report an enhancement request to PyTorch.)"
 )
 
 
-def digits(dtype: Any) -> int:
+def digits(dtype: DTypeLike) -> int:
     """Return how many binary digits the significand of a floating dtype has."""
     return int(jnp.finfo(dtype).nmant) + 1
 
 
-def unit(rng: Any, shape: Sequence[int], dtype: Any) -> Array:
+def unit(rng: Array, shape: Sequence[int], dtype: DTypeLike) -> Array:
     """Return uniform numbers in [0, 1), all exact in ``dtype``, in the dtype torch computes it in."""
     width = 64 if digits(dtype) > 32 else 32
     bits = jax.random.bits(rng, tuple(shape), jnp.uint64 if width == 64 else jnp.uint32)
     return (bits >> (width - digits(dtype))).astype(accumulation_dtype(dtype)) * 2.0 ** -digits(dtype)
 
 
-def between(rng: Any, shape: Sequence[int], dtype: Any, low: Any, high: Any) -> Array:
+def between(rng: Array, shape: Sequence[int], dtype: DTypeLike, low: Scalar, high: Scalar) -> Array:
     """Return uniform numbers of ``dtype`` in [low, high)."""
     dtype = np.dtype(dtype)
     if jnp.issubdtype(dtype, jnp.complexfloating):
         parts = between(rng, (*shape, 2), jnp.finfo(dtype).dtype, low, high)
         return jax.lax.complex(parts[..., 0], parts[..., 1])
     _floating(dtype)
-    wide = accumulation_dtype(dtype)
-    a, b = cast(low, wide), cast(high, wide)
-    found = cast(unit(rng, shape, dtype) * (b - a) + a, dtype)
+    acc_dtype = accumulation_dtype(dtype)
+    a, b = cast(low, acc_dtype), cast(high, acc_dtype)
+    out = cast(unit(rng, shape, dtype) * (b - a) + a, dtype)
     # Rounding may reach the upper end, which the interval does not include.
     end = cast(b, dtype)
-    return jnp.where(found < end, found, jnp.nextafter(end, cast(a, dtype)))
+    return jnp.where(out < end, out, jnp.nextafter(end, cast(a, dtype)))
 
 
-def standard_normal(rng: Any, shape: Sequence[int], dtype: Any) -> Array:
+def standard_normal(rng: Array, shape: Sequence[int], dtype: DTypeLike) -> Array:
     """Return normal numbers of mean 0 and variance 1 in the dtype torch computes ``dtype`` in."""
     _floating(dtype)
     return jax.random.normal(rng, tuple(shape), accumulation_dtype(dtype))
 
 
-def normal_numbers(rng: Any, shape: Sequence[int], dtype: Any, mean: Any, std: Any) -> Array:
+def normal_numbers(rng: Array, shape: Sequence[int], dtype: DTypeLike, mean: Operand, std: Operand) -> Array:
     """Return normal numbers of ``dtype``; a complex one has ``mean`` in both its parts, as in torch."""
-    wide = accumulation_dtype(dtype)
-    center = cast(mean, wide)
-    if jnp.issubdtype(wide, jnp.complexfloating) and not hasattr(mean, "ndim"):
+    acc_dtype = accumulation_dtype(dtype)
+    center = cast(mean, acc_dtype)
+    if jnp.issubdtype(acc_dtype, jnp.complexfloating) and not hasattr(mean, "ndim"):
         center = center * (1 + 1j)
-    return cast(standard_normal(rng, shape, dtype) * cast(std, wide) + center, dtype)
+    return cast(standard_normal(rng, shape, dtype) * cast(std, acc_dtype) + center, dtype)
 
 
-def exponential_numbers(rng: Any, shape: Sequence[int], dtype: Any) -> Array:
+def exponential_numbers(rng: Array, shape: Sequence[int], dtype: DTypeLike) -> Array:
     """Return exponential numbers of rate 1, never 0, in the dtype torch computes ``dtype`` in."""
-    wide = accumulation_dtype(dtype)
-    u = unit(rng, shape, wide)
-    return jnp.where(u == 0, jnp.finfo(wide).eps / 2, -jnp.log1p(-u))
+    acc_dtype = accumulation_dtype(dtype)
+    u = unit(rng, shape, acc_dtype)
+    return jnp.where(u == 0, jnp.finfo(acc_dtype).eps / 2, -jnp.log1p(-u))
 
 
-def integers(rng: Any, shape: Sequence[int], dtype: Any, low: Any, high: Any) -> Array:
+def integers(rng: Array, shape: Sequence[int], dtype: DTypeLike, low: Scalar, high: Scalar | None) -> Array:
     """Return uniform integers in [low, high) as ``dtype``; without ``high``, up to the dtype's largest."""
     dtype = np.dtype(dtype)
     start = cast(low, jnp.int64)
@@ -82,15 +91,15 @@ def integers(rng: Any, shape: Sequence[int], dtype: Any, low: Any, high: Any) ->
     bits = jax.random.bits(rng, tuple(shape), jnp.uint64)
     # A span of 2**64 wraps to 0.
     drawn = start + jnp.where(span == 0, bits, bits % jnp.maximum(span, 1)).astype(jnp.int64)
-    found = cast(drawn, dtype)
+    out = cast(drawn, dtype)
     if high is None or not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize == 8:
-        return found
+        return out
     # Rounding to a narrow float may reach the upper end, which the interval does not include.
-    beyond = found.astype(jnp.float64) >= cast(high, jnp.float64)
-    return jnp.where(beyond, jnp.nextafter(found, jnp.full((), -jnp.inf, dtype)), found)
+    beyond = out.astype(jnp.float64) >= cast(high, jnp.float64)
+    return jnp.where(beyond, jnp.nextafter(out, jnp.full((), -jnp.inf, dtype)), out)
 
 
-def _last(dtype: np.dtype[Any]) -> int:
+def _last(dtype: DType) -> int:
     """Return the largest value ``random_`` gives: for floats, the last of the integers they all hold."""
     if dtype == np.bool_:
         return 1
@@ -101,42 +110,42 @@ def _last(dtype: np.dtype[Any]) -> int:
     return int(jnp.iinfo(dtype).max)
 
 
-def _floating(dtype: Any) -> None:
+def _floating(dtype: DTypeLike) -> None:
     if not jnp.issubdtype(dtype, jnp.inexact):
         raise Unsupported(f"a continuous distribution of {np.dtype(dtype)}")
 
 
-def _dtype(dtype: Any) -> np.dtype[Any]:
+def _dtype(dtype: DTypeLike | None) -> DType:
     return to_jax_dtype(torch.get_default_dtype()) if dtype is None else np.dtype(dtype)
 
 
 @lowering(aten.uniform.default, random=True, dynamic=("from", "to"))
-def uniform(self: Array, rng: Any, from_: Any = 0.0, to: Any = 1.0) -> Array:
+def uniform(self: Array, rng: Array, from_: Scalar = 0.0, to: Scalar = 1.0) -> Array:
     """Uniform numbers in [from, to)."""
     return between(rng, self.shape, self.dtype, from_, to)
 
 
 @lowering(aten.normal_functional.default, random=True, dynamic=("mean", "std"))
-def normal_functional(self: Array, rng: Any, mean: Any = 0.0, std: Any = 1.0) -> Array:
+def normal_functional(self: Array, rng: Array, mean: Operand = 0.0, std: Operand = 1.0) -> Array:
     """Normal numbers in the shape of ``self``."""
     return normal_numbers(rng, self.shape, self.dtype, mean, std)
 
 
 @lowering(aten.normal.Tensor_float, random=True, dynamic=("std",))
-def normal_tensor_float(mean: Array, rng: Any, std: Any = 1.0) -> Array:
+def normal_tensor_float(mean: Array, rng: Array, std: Operand = 1.0) -> Array:
     """Normal numbers around each mean."""
     return normal_numbers(rng, mean.shape, mean.dtype, mean, std)
 
 
 @lowering(aten.normal.float_Tensor, random=True, dynamic=("mean",))
-def normal_float_tensor(mean: Any, std: Array, rng: Any) -> Array:
+def normal_float_tensor(mean: Operand, std: Array, rng: Array) -> Array:
     """Normal numbers of each deviation."""
     require(std >= 0, RuntimeError, "normal expects all elements of std >= 0.0")
     return normal_numbers(rng, std.shape, std.dtype, mean, std)
 
 
 @lowering(aten.normal.Tensor_Tensor, random=True)
-def normal_tensor_tensor(mean: Array, std: Array, rng: Any) -> Array:
+def normal_tensor_tensor(mean: Array, std: Array, rng: Array) -> Array:
     """Normal numbers around each mean, of each deviation."""
     if promote(mean, std)[1] != mean.dtype:
         raise Unsupported(
@@ -147,128 +156,106 @@ def normal_tensor_tensor(mean: Array, std: Array, rng: Any) -> Array:
 
 
 @lowering(aten.normal.float_float, random=True, dynamic=("mean", "std"))
-def normal_float_float(mean: Any, std: Any, size: list[int], rng: Any, dtype: Any = None) -> Array:
+def normal_float_float(
+    mean: Operand, std: Operand, size: list[int], rng: Array, dtype: DTypeLike | None = None
+) -> Array:
     """Normal numbers in a new tensor."""
     return normal_numbers(rng, size, _dtype(dtype), mean, std)
 
 
-@lowering(aten.exponential.default, random=True, dynamic=("lambd",))
-def exponential(self: Array, rng: Any, lambd: Any = 1.0) -> Array:
+@lowering(aten.exponential.default, random=True, dynamic=("lambd",), accumulate=True, dtypes=INEXACT)
+def exponential(self: Array, rng: Array, lambd: Scalar = 1.0) -> Array:
     """Exponential numbers of rate ``lambd``."""
-    _floating(self.dtype)
-    found = exponential_numbers(rng, self.shape, self.dtype)
-    return cast(found / cast(lambd, found.dtype), self.dtype)
+    return exponential_numbers(rng, self.shape, self.dtype) / cast(lambd, self.dtype)
 
 
-@lowering(aten.log_normal.default, random=True, dynamic=("mean", "std"))
-def log_normal(self: Array, rng: Any, mean: Any = 1.0, std: Any = 2.0) -> Array:
+@lowering(aten.log_normal.default, random=True, dynamic=("mean", "std"), accumulate=True)
+def log_normal(self: Array, rng: Array, mean: Operand = 1.0, std: Operand = 2.0) -> Array:
     """Numbers whose logarithms are normal."""
-    wide = accumulation_dtype(self.dtype)
-    return cast(jnp.exp(normal_numbers(rng, self.shape, wide, mean, std)), self.dtype)
+    return jnp.exp(normal_numbers(rng, self.shape, self.dtype, mean, std))
 
 
-@lowering(aten.cauchy.default, random=True, dynamic=("median", "sigma"))
-def cauchy(self: Array, rng: Any, median: Any = 0.0, sigma: Any = 1.0) -> Array:
+@lowering(aten.cauchy.default, random=True, dynamic=("median", "sigma"), accumulate=True, dtypes=INEXACT)
+def cauchy(self: Array, rng: Array, median: Scalar = 0.0, sigma: Scalar = 1.0) -> Array:
     """Cauchy numbers around ``median``."""
-    _floating(self.dtype)
-    wide = accumulation_dtype(self.dtype)
-    angle = math.pi * (unit(rng, self.shape, wide) - 0.5)
-    return cast(cast(median, wide) + cast(sigma, wide) * jnp.tan(angle), self.dtype)
+    angle = math.pi * (unit(rng, self.shape, self.dtype) - 0.5)
+    return cast(median, self.dtype) + cast(sigma, self.dtype) * jnp.tan(angle)
 
 
 @lowering(aten.geometric.default, random=True, dynamic=("p",))
-def geometric(self: Array, p: Any, rng: Any) -> Array:
+def geometric(self: Array, p: Scalar, rng: Array) -> Array:
     """How many trials of probability ``p`` it takes to succeed."""
     floating = jnp.issubdtype(self.dtype, jnp.floating)
-    wide = accumulation_dtype(self.dtype) if floating else np.dtype(np.float64)
-    waits = exponential_numbers(rng, self.shape, wide) / -jnp.log1p(-cast(p, wide))
+    acc_dtype = accumulation_dtype(self.dtype) if floating else np.dtype(np.float64)
+    waits = exponential_numbers(rng, self.shape, acc_dtype) / -jnp.log1p(-cast(p, acc_dtype))
     return cast(jnp.ceil(waits), self.dtype)
 
 
-def _successes(rng: Any, shape: Sequence[int], p: Array) -> Array:
-    wide = p.dtype if p.dtype == np.float64 else np.dtype(np.float32)
-    return unit(rng, shape, wide) < cast(p, wide)
+def _successes(rng: Array, shape: Sequence[int], p: Array) -> Array:
+    dtype = p.dtype if p.dtype == np.float64 else np.dtype(np.float32)
+    return unit(rng, shape, dtype) < cast(p, dtype)
 
 
-@lowering(aten.bernoulli.default, random=True)
-def bernoulli(self: Array, rng: Any) -> Array:
+@lowering(aten.bernoulli.default, random=True, dtypes=INEXACT)
+def bernoulli(self: Array, rng: Array) -> Array:
     """1 with the probability each element says, else 0."""
-    _floating(self.dtype)
     require((self >= 0) & (self <= 1), RuntimeError, _BERNOULLI_RANGE)
     return cast(_successes(rng, self.shape, self), self.dtype)
 
 
 @lowering(aten.bernoulli.p, random=True, dynamic=("p",))
-def bernoulli_p(self: Array, p: Any, rng: Any) -> Array:
+def bernoulli_p(self: Array, p: Scalar, rng: Array) -> Array:
     """1 with probability ``p``, else 0."""
     return cast(_successes(rng, self.shape, cast(p, np.float64).astype(np.float32)), self.dtype)
 
 
 @lowering(aten.bernoulli.Tensor, random=True)
-def bernoulli_tensor(self: Array, p: Array, rng: Any) -> Array:
+def bernoulli_tensor(self: Array, p: Array, rng: Array) -> Array:
     """1 with the probability the element of ``p`` says, else 0."""
     _floating(p.dtype)
     require((p >= 0) & (p <= 1), RuntimeError, _BERNOULLI_RANGE)
     return cast(_successes(rng, self.shape, jnp.broadcast_to(p, self.shape)), self.dtype)
 
 
-@lowering(aten.random.default, random=True)
-def random(self: Array, rng: Any) -> Array:
-    """Uniform integers from 0 to the dtype's largest value."""
-    return integers(rng, self.shape, self.dtype, 0, None)
-
-
-@lowering(getattr(aten.random, "from"), random=True, dynamic=("from", "to"))
-def random_from(self: Array, from_: Any, to: Any, rng: Any) -> Array:
-    """Uniform integers in [from, to)."""
+@lowering(
+    aten.random.default, getattr(aten.random, "from"), aten.random.to, random=True, dynamic=("from", "to")
+)
+def random(self: Array, rng: Array, from_: Scalar = 0, to: Scalar | None = None) -> Array:
+    """Uniform integers in [from, to), or up to the dtype's largest value."""
     return integers(rng, self.shape, self.dtype, from_, to)
 
 
-@lowering(aten.random.to, random=True, dynamic=("to",))
-def random_to(self: Array, to: Any, rng: Any) -> Array:
-    """Uniform integers in [0, to)."""
-    return integers(rng, self.shape, self.dtype, 0, to)
-
-
-@lowering(aten.poisson.default, random=True)
-def poisson(self: Array, rng: Any) -> Array:
+@lowering(aten.poisson.default, random=True, accumulate=True, dtypes=INEXACT)
+def poisson(self: Array, rng: Array) -> Array:
     """Poisson counts of each rate."""
-    _floating(self.dtype)
     require(self >= 0, RuntimeError, "invalid Poisson rate, expected rate to be non-negative")
-    rates = self.astype(accumulation_dtype(self.dtype))
-    return cast(jax.random.poisson(rng, rates, self.shape, jnp.int64), self.dtype)
+    return jax.random.poisson(rng, self, self.shape, jnp.int64)
 
 
-@lowering(aten.binomial.default, random=True)
-def binomial(count: Array, prob: Array, rng: Any) -> Array:
+@lowering(aten.binomial.default, random=True, accumulate=True, dtypes=INEXACT)
+def binomial(count: Array, prob: Array, rng: Array) -> Array:
     """How many of ``count`` trials of probability ``prob`` succeed."""
-    _floating(count.dtype)
-    if count.dtype != prob.dtype:
-        raise Unsupported("binomial of two dtypes")
-    shape = jnp.broadcast_shapes(count.shape, prob.shape)
-    wide = accumulation_dtype(count.dtype)
-    counts, odds = (jnp.broadcast_to(x.astype(wide), shape) for x in (count, prob))
-    return cast(jax.random.binomial(rng, counts, odds, shape, wide), count.dtype)
+    counts, odds = jnp.broadcast_arrays(count, prob)
+    return jax.random.binomial(rng, counts, odds, counts.shape, counts.dtype)
 
 
 @lowering(aten._standard_gamma.default, random=True)
-def standard_gamma(self: Array, rng: Any) -> Array:
+def standard_gamma(self: Array, rng: Array) -> Array:
     """Gamma numbers of each shape parameter, at least the smallest normal number as in torch."""
-    wide = accumulation_dtype(self.dtype)
-    found = cast(jax.random.gamma(rng, self.astype(wide), self.shape, wide), self.dtype)
-    return jnp.maximum(found, jnp.finfo(self.dtype).tiny)
+    acc_dtype = accumulation_dtype(self.dtype)
+    out = cast(jax.random.gamma(rng, self.astype(acc_dtype), self.shape, acc_dtype), self.dtype)
+    return jnp.maximum(out, jnp.finfo(self.dtype).tiny)
 
 
-@lowering(aten._sample_dirichlet.default, random=True)
-def sample_dirichlet(self: Array, rng: Any) -> Array:
+@lowering(aten._sample_dirichlet.default, random=True, accumulate=True)
+def sample_dirichlet(self: Array, rng: Array) -> Array:
     """Dirichlet numbers along the last dim."""
-    wide = accumulation_dtype(self.dtype)
-    logs = jax.random.loggamma(rng, self.astype(wide), self.shape, wide)
-    return cast(jax.nn.softmax(logs, axis=-1), self.dtype)
+    # In logarithms: a gamma number of a small parameter underflows, and a row of zeros has no sum to divide by.
+    return jax.nn.softmax(jax.random.loggamma(rng, self, self.shape, self.dtype), axis=-1)
 
 
 @lowering(aten.multinomial.default, random=True)
-def multinomial(self: Array, num_samples: int, rng: Any, replacement: bool = False) -> Array:
+def multinomial(self: Array, num_samples: int, rng: Array, replacement: bool = False) -> Array:
     """Draw categories with the weights of each row, with or without putting them back."""
     weights = self.astype(accumulation_dtype(self.dtype))
     if replacement and num_samples > 1:
@@ -281,7 +268,7 @@ def multinomial(self: Array, num_samples: int, rng: Any, replacement: bool = Fal
     return jax.lax.top_k(races, num_samples)[1].astype(jnp.int64)
 
 
-def _with_replacement(weights: Array, count: int, rng: Any) -> Array:
+def _with_replacement(weights: Array, count: int, rng: Array) -> Array:
     """Draw by finding uniform numbers among the running sums of the weights."""
     refused = "invalid multinomial distribution (encountering probability entry {})"
     require(weights >= 0, RuntimeError, refused.format("< 0"))
@@ -289,29 +276,101 @@ def _with_replacement(weights: Array, count: int, rng: Any) -> Array:
     require(weights.sum(-1) > 0, RuntimeError, "invalid multinomial distribution (sum of probabilities <= 0)")
     rows = weights.reshape(-1, weights.shape[-1])
     sums = jnp.cumsum(rows, -1)
-    at = unit(rng, (rows.shape[0], count), rows.dtype) * sums[:, -1:]
-    found = jax.vmap(lambda s, u: jnp.searchsorted(s, u, side="right"))(sums, at)
+    points = unit(rng, (rows.shape[0], count), rows.dtype) * sums[:, -1:]
+    categories = jax.vmap(lambda s, u: jnp.searchsorted(s, u, side="right"))(sums, points)
     # Rounding may reach the total, beyond the last category that has a weight.
     last = rows.shape[-1] - 1 - jnp.argmax(rows[:, ::-1] > 0, -1)
-    return jnp.minimum(found, last[:, None]).reshape(*weights.shape[:-1], count).astype(jnp.int64)
+    return jnp.minimum(categories, last[:, None]).reshape(*weights.shape[:-1], count).astype(jnp.int64)
 
 
 @lowering(aten.native_dropout.default, random=True, dynamic=("p",))
-def native_dropout(input: Array, p: Any, train: bool | None, rng: Any) -> tuple[Array, Array]:
+def native_dropout(input: Array, p: Scalar, train: bool | None, rng: Array) -> tuple[Array, Array]:
     """Zero elements with probability ``p`` and scale the rest; also where they were kept."""
     if train is False:
         return input, jnp.ones(input.shape, bool)
     keep = 1 - cast(p, np.float64)
     mask = _successes(rng, input.shape, keep.astype(np.float32))
-    wide = accumulation_dtype(input.dtype)
-    scale = cast(jnp.where(keep == 0, 0.0, 1 / keep), wide)
-    return cast(jnp.where(mask, input.astype(wide) * scale, 0), input.dtype), mask
+    acc_dtype = accumulation_dtype(input.dtype)
+    scale = cast(jnp.where(keep == 0, 0.0, 1 / keep), acc_dtype)
+    return cast(jnp.where(mask, input.astype(acc_dtype) * scale, 0), input.dtype), mask
 
 
 @lowering(aten.native_dropout_backward.default, dynamic=("scale",))
-def native_dropout_backward(grad_output: Array, mask: Array, scale: Any) -> Array:
+def native_dropout_backward(grad_output: Array, mask: Array, scale: Scalar) -> Array:
     """The gradient where elements were kept."""
     inexact = jnp.issubdtype(grad_output.dtype, jnp.inexact)
     result = grad_output.dtype if inexact else np.dtype(np.float32)
-    wide = accumulation_dtype(result)
-    return cast(jnp.where(mask, cast(grad_output, wide) * cast(scale, wide), 0), result)
+    acc_dtype = accumulation_dtype(result)
+    return cast(jnp.where(mask, cast(grad_output, acc_dtype) * cast(scale, acc_dtype), 0), result)
+
+
+# New tensors: one program where torch would take an ``empty`` and an in-place op
+
+
+def _integer(dtype: DTypeLike | int | None) -> DType:
+    # The schema's default is torch's number for int64, which stands here where no dtype was given.
+    return np.dtype(np.int64) if dtype is None or isinstance(dtype, int) else np.dtype(dtype)
+
+
+def _like(array: Array, dtype: DTypeLike | None) -> DType:
+    return array.dtype if dtype is None else np.dtype(dtype)
+
+
+@lowering(aten.rand.default, aten.rand.generator, random=True)
+def rand(size: list[int], rng: Array, dtype: DTypeLike | None = None) -> Array:
+    """Uniform numbers in [0, 1)."""
+    return between(rng, size, _dtype(dtype), 0.0, 1.0)
+
+
+@lowering(aten.randn.default, aten.randn.generator, random=True)
+def randn(size: list[int], rng: Array, dtype: DTypeLike | None = None) -> Array:
+    """Standard normal numbers."""
+    return normal_numbers(rng, size, _dtype(dtype), 0.0, 1.0)
+
+
+@lowering(
+    aten.randint.default,
+    aten.randint.generator,
+    aten.randint.low,
+    aten.randint.low_generator,
+    random=True,
+    dynamic=("low", "high"),
+)
+def randint(
+    high: Scalar, size: Ints, rng: Array, low: Scalar = 0, dtype: DTypeLike | int | None = None
+) -> Array:
+    """Uniform integers in [low, high)."""
+    return integers(rng, size, _integer(dtype), low, high)
+
+
+@lowering(aten.randperm.default, aten.randperm.generator, random=True)
+def randperm(n: int, rng: Array, dtype: DTypeLike | int | None = None) -> Array:
+    """The integers below ``n`` in random order."""
+    return cast(jax.random.permutation(rng, jnp.arange(n)), _integer(dtype))
+
+
+@lowering(aten.rand_like.default, aten.rand_like.generator, random=True)
+def rand_like(self: Array, rng: Array, dtype: DTypeLike | None = None) -> Array:
+    """Uniform numbers in [0, 1) in the shape of ``self``."""
+    return between(rng, self.shape, _like(self, dtype), 0.0, 1.0)
+
+
+@lowering(aten.randn_like.default, aten.randn_like.generator, random=True)
+def randn_like(self: Array, rng: Array, dtype: DTypeLike | None = None) -> Array:
+    """Standard normal numbers in the shape of ``self``."""
+    return normal_numbers(rng, self.shape, _like(self, dtype), 0.0, 1.0)
+
+
+@lowering(
+    aten.randint_like.default,
+    aten.randint_like.generator,
+    aten.randint_like.low_dtype,
+    aten.randint_like.low_generator_dtype,
+    random=True,
+    dynamic=("low", "high"),
+)
+def randint_like(
+    self: Array, high: Scalar, rng: Array, low: Scalar = 0, dtype: DTypeLike | None = None
+) -> Array:
+    """Uniform integers in [low, high) in the shape of ``self``."""
+    return integers(rng, self.shape, _like(self, dtype), low, high)

@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import accumulation_dtype, cast
+from isthmus._ops.common import Array, Scalar, accumulation_dtype, cast, rounded
 from isthmus._ops.registry import lowering
 from isthmus._ops.value_checks import require
 from isthmus.errors import Unsupported
-
-Array = Any
-
-
-def _rounded(x: Array, dtype: Any) -> Array:
-    """Return ``x`` rounded as ``dtype`` would be: torch rounds half types after every operation."""
-    if accumulation_dtype(dtype) == dtype:
-        return x
-    info = jnp.finfo(dtype)
-    return jax.lax.reduce_precision(x, info.nexp, info.nmant)
 
 
 def _divided(x: Array, by: Array) -> Array:
@@ -31,22 +21,22 @@ def _divided(x: Array, by: Array) -> Array:
     return jax.lax.div(x, jax.lax.optimization_barrier(jnp.broadcast_to(by, x.shape)))
 
 
-def _spaced(first: Array, last: Array, count: int, dtype: Any) -> Array:
+def _spaced(first: Array, last: Array, count: int, dtype: DTypeLike) -> Array:
     """Return evenly spaced edges, counted from the nearer end, each product and sum rounded once as torch's are."""
     first, last = cast(first, dtype), cast(last, dtype)
     step = _divided(last - first, jnp.asarray(count - 1, dtype)).astype(jnp.float64)
-    at = jnp.arange(count)
-    up, down = first + step * at, last - step * (count - 1 - at)
-    return cast(jnp.where(at < count // 2, up, down), dtype)
+    index = jnp.arange(count)
+    up, down = first + step * index, last - step * (count - 1 - index)
+    return cast(jnp.where(index < count // 2, up, down), dtype)
 
 
 def _step(x: Array, first: Array, last: Array, bins: int) -> Array:
     """Return the bin of each element if all were equally wide, in torch's order of operations."""
-    wide = accumulation_dtype(x.dtype)
-    away = _rounded(cast(x, wide) - cast(first, wide), x.dtype)
-    scaled = _rounded(away * _rounded(jnp.asarray(bins, wide), x.dtype), x.dtype)
-    span = _rounded(cast(last, wide) - cast(first, wide), x.dtype)
-    return jnp.trunc(_rounded(_divided(scaled, span), x.dtype)).astype(jnp.int64)
+    acc_dtype = accumulation_dtype(x.dtype)
+    away = rounded(cast(x, acc_dtype) - cast(first, acc_dtype), x.dtype)
+    scaled = rounded(away * rounded(jnp.asarray(bins, acc_dtype), x.dtype), x.dtype)
+    span = rounded(cast(last, acc_dtype) - cast(first, acc_dtype), x.dtype)
+    return jnp.trunc(rounded(_divided(scaled, span), x.dtype)).astype(jnp.int64)
 
 
 def _near(x: Array, edges: Array) -> Array:
@@ -68,12 +58,14 @@ def _bins(x: Array, edges: Array, even: bool) -> tuple[Array, Array]:
     return jnp.clip(place, 0, edges.shape[0] - 2), inside
 
 
-def _tally(place: Array, inside: Array, size: int, weight: Array | None, dtype: Any) -> Array:
-    at = jnp.where(inside, place, size)
+def _tally(place: Array, inside: Array, size: int, weight: Array | None, dtype: DTypeLike) -> Array:
+    bins = jnp.where(inside, place, size)
     if weight is None:
-        return cast(jnp.zeros(size, jnp.int64).at[at].add(1, mode="drop"), dtype)
-    wide = accumulation_dtype(dtype)
-    return cast(jnp.zeros(size, wide).at[at].add(cast(weight, wide).reshape(-1), mode="drop"), dtype)
+        return cast(jnp.zeros(size, jnp.int64).at[bins].add(1, mode="drop"), dtype)
+    acc_dtype = accumulation_dtype(dtype)
+    return cast(
+        jnp.zeros(size, acc_dtype).at[bins].add(cast(weight, acc_dtype).reshape(-1), mode="drop"), dtype
+    )
 
 
 def _histogram(
@@ -83,18 +75,18 @@ def _histogram(
     shape = tuple(e.shape[0] - 1 for e in edges)
     place, inside = jnp.zeros(points.shape[0], jnp.int64), jnp.ones(points.shape[0], bool)
     for column, each in enumerate(edges):
-        found, within = _bins(points[:, column], each, even)
-        place, inside = place * shape[column] + found, inside & within
+        bins, within = _bins(points[:, column], each, even)
+        place, inside = place * shape[column] + bins, inside & within
     hist = _tally(place, inside, math.prod(shape), weight, points.dtype).reshape(shape)
     return _density(hist, edges) if density else hist
 
 
 def _density(hist: Array, edges: Sequence[Array]) -> Array:
-    wide = accumulation_dtype(hist.dtype)
-    found = cast(hist, wide) / cast(hist, wide).sum()
+    acc_dtype = accumulation_dtype(hist.dtype)
+    density = cast(hist, acc_dtype) / cast(hist, acc_dtype).sum()
     for dim, each in enumerate(edges):
-        found = found / jnp.diff(cast(each, wide)).reshape((-1,) + (1,) * (len(edges) - dim - 1))
-    return cast(found, hist.dtype)
+        density = density / jnp.diff(cast(each, acc_dtype)).reshape((-1,) + (1,) * (len(edges) - dim - 1))
+    return cast(density, hist.dtype)
 
 
 def _check(x: Array, counts: Sequence[int], weight: Array | None, shape: tuple[int, ...]) -> None:
@@ -106,6 +98,8 @@ def _check(x: Array, counts: Sequence[int], weight: Array | None, shape: tuple[i
 
 def _outer(column: Array, range: Sequence[float] | None, dim: int) -> tuple[Array, Array]:
     """Return the first and the last edge of equally wide bins, in float64."""
+    first: Array | float
+    last: Array | float
     if range is not None:
         first, last = range[2 * dim], range[2 * dim + 1]
         if not (math.isfinite(first) and math.isfinite(last) and first <= last):
@@ -201,7 +195,7 @@ def histogramdd_bins(
 
 
 @lowering(aten.histc.default)
-def histc(self: Array, bins: int = 100, min: Any = 0, max: Any = 0) -> Array:
+def histc(self: Array, bins: int = 100, min: Scalar = 0, max: Scalar = 0) -> Array:
     """How many elements fall in each of equally wide bins; of a range of no width, the data's own.
 
     The CPU has it for floats only. Integers are counted as on CUDA: their bounds are integers and so is the arithmetic.
@@ -209,19 +203,22 @@ def histc(self: Array, bins: int = 100, min: Any = 0, max: Any = 0) -> Array:
     if self.dtype == jnp.bool_ or jnp.issubdtype(self.dtype, jnp.complexfloating) or bins < 1:
         raise Unsupported("torch refuses it")
     whole = jnp.issubdtype(self.dtype, jnp.integer)
-    flat, wide = self.reshape(-1), jnp.dtype(jnp.int64) if whole else accumulation_dtype(self.dtype)
-    own = wide if whole else self.dtype  # CUDA's bounds of int8 are not int8
-    first, last = cast(min, own), cast(max, own)
+    flat, acc_dtype = self.reshape(-1), jnp.dtype(jnp.int64) if whole else accumulation_dtype(self.dtype)
+    bound_dtype = acc_dtype if whole else self.dtype  # CUDA's bounds of int8 are not int8
+    first, last = cast(min, bound_dtype), cast(max, bound_dtype)
     if flat.size:
-        given = first != last
-        first = jnp.where(given, first, cast(flat.min(), own))
-        last = jnp.where(given, last, cast(flat.max(), own))
-    widen = jnp.where(first == last, 1, 0).astype(wide)
-    first, last = cast(cast(first, wide) - widen, own), cast(cast(last, wide) + widen, own)
+        bounded = first != last
+        first = jnp.where(bounded, first, cast(flat.min(), bound_dtype))
+        last = jnp.where(bounded, last, cast(flat.max(), bound_dtype))
+    widen = jnp.where(first == last, 1, 0).astype(acc_dtype)
+    first, last = (
+        cast(cast(first, acc_dtype) - widen, bound_dtype),
+        cast(cast(last, acc_dtype) + widen, bound_dtype),
+    )
     finite = jnp.isfinite(first) & jnp.isfinite(last)
     require(finite, RuntimeError, "torch.histc: range of [min, max] is not finite")
     require(~finite | (first < last), RuntimeError, "torch.histc: max must be larger than min")
-    flat = cast(flat, own)
+    flat = cast(flat, bound_dtype)
     inside = (flat >= first) & (flat <= last)
     held = jnp.where(inside, flat, first)
     place = (held - first) * bins // jnp.maximum(last - first, 1) if whole else _step(held, first, last, bins)

@@ -2,105 +2,81 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import INT_TO_FLOAT, accumulation_dtype, cast, promote, wrap_dim, wrap_dims
+from isthmus._ops.common import (
+    INT_TO_FLOAT,
+    Array,
+    DType,
+    Scalar,
+    accumulation_dtype,
+    cast,
+    promote,
+    wrap_dim,
+    wrap_dims,
+)
 from isthmus._ops.registry import lowering
 from isthmus._ops.value_checks import require
 from isthmus.errors import Unsupported
 
-Array = Any
 Dims = tuple[int, ...]
+Named = int | Sequence[int] | None
+"""Dims as a call names them; None, and mostly an empty list too, names all."""
 
 
-def _all_dims(x: Array) -> Dims:
-    return tuple(range(x.ndim))
-
-
-def _sum_dtype(x: Array, dtype: Any) -> Any:
+def _sum_dtype(x: Array, dtype: DTypeLike | None) -> DType:
     if dtype is not None:
         return np.dtype(dtype)
     return x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else np.dtype(np.int64)
 
 
-def total(x: Array, dims: Dims, keepdim: bool, dtype: Any) -> Array:
-    """Sum in torch's accumulation dtype."""
-    result = _sum_dtype(x, dtype)
+@lowering(aten.sum.default, aten.sum.dim_IntList)
+def total(self: Array, dim: Named = None, keepdim: bool = False, dtype: DTypeLike | None = None) -> Array:
+    """The sum along dims, or of every element."""
+    dims, result = wrap_dims(dim, self.ndim), _sum_dtype(self, dtype)
     if result == np.bool_:
-        return jnp.any(x != 0, axis=dims, keepdims=keepdim)
-    return cast(cast(x, accumulation_dtype(result)).sum(dims, keepdims=keepdim), result)
-
-
-@lowering(aten.sum.default)
-def sum_all(self: Array, dtype: Any = None) -> Array:
-    """The sum of every element."""
-    return total(self, _all_dims(self), False, dtype)
-
-
-@lowering(aten.sum.dim_IntList)
-def sum_dims(self: Array, dim: Any, keepdim: bool = False, dtype: Any = None) -> Array:
-    """Sums along dims."""
-    return total(self, wrap_dims(dim, self.ndim), keepdim, dtype)
+        return jnp.any(self != 0, axis=dims, keepdims=keepdim)
+    return cast(cast(self, accumulation_dtype(result)).sum(dims, keepdims=keepdim), result)
 
 
 @lowering(aten.nansum.default)
-def nansum(self: Array, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Array:
+def nansum(self: Array, dim: Named = None, keepdim: bool = False, dtype: DTypeLike | None = None) -> Array:
     """Sums along dims that leave nans out."""
-    kept = jnp.where(jnp.isnan(self), jnp.zeros((), self.dtype), self)
-    return total(kept, wrap_dims(dim, self.ndim), keepdim, dtype)
+    return total(jnp.where(jnp.isnan(self), jnp.zeros((), self.dtype), self), dim, keepdim, dtype)
 
 
-def _prod(x: Array, dims: Dims, keepdim: bool, dtype: Any) -> Array:
-    result = _sum_dtype(x, dtype)
+@lowering(aten.prod.default, aten.prod.dim_int)
+def prod(self: Array, dim: int | None = None, keepdim: bool = False, dtype: DTypeLike | None = None) -> Array:
+    """The product along a dim, or of every element."""
+    dims, result = wrap_dims(dim, self.ndim), _sum_dtype(self, dtype)
     if result == np.bool_:
-        return jnp.all(x != 0, axis=dims, keepdims=keepdim)
-    return cast(cast(x, accumulation_dtype(result)).prod(dims, keepdims=keepdim), result)
+        return jnp.all(self != 0, axis=dims, keepdims=keepdim)
+    return cast(cast(self, accumulation_dtype(result)).prod(dims, keepdims=keepdim), result)
 
 
-@lowering(aten.prod.default)
-def prod_all(self: Array, dtype: Any = None) -> Array:
-    """The product of every element."""
-    return _prod(self, _all_dims(self), False, dtype)
+@lowering(aten.mean.default, aten.mean.dim)
+def mean(self: Array, dim: Named = None, keepdim: bool = False, dtype: DTypeLike | None = None) -> Array:
+    """The mean along dims, or of every element."""
+    result = self.dtype if dtype is None else np.dtype(dtype)
+    x = cast(self, accumulation_dtype(result))
+    return cast(x.mean(wrap_dims(dim, self.ndim), keepdims=keepdim) if self.ndim else x, result)
 
 
-@lowering(aten.prod.dim_int)
-def prod_dim(self: Array, dim: int, keepdim: bool = False, dtype: Any = None) -> Array:
-    """Products along a dim."""
-    return _prod(self, wrap_dims(dim, self.ndim), keepdim, dtype)
+def _extreme(function: Callable[..., Array], self: Array, dim: Named = (), keepdim: bool = False) -> Array:
+    """The greatest or the least elements along dims."""
+    return function(self, axis=wrap_dims(dim, self.ndim), keepdims=keepdim)
 
 
-def _mean(x: Array, dims: Dims, keepdim: bool, dtype: Any) -> Array:
-    result = x.dtype if dtype is None else np.dtype(dtype)
-    wide = cast(x, accumulation_dtype(result))
-    return cast(wide.mean(dims, keepdims=keepdim) if x.ndim else wide, result)
-
-
-@lowering(aten.mean.default)
-def mean_all(self: Array, dtype: Any = None) -> Array:
-    """The mean of every element."""
-    return _mean(self, _all_dims(self), False, dtype)
-
-
-@lowering(aten.mean.dim)
-def mean_dims(self: Array, dim: Any, keepdim: bool = False, dtype: Any = None) -> Array:
-    """Means along dims."""
-    return _mean(self, wrap_dims(dim, self.ndim), keepdim, dtype)
-
-
-def _extreme(op: Any, fn: Any) -> None:
-    @lowering(op)
-    def lowered(self: Array, dim: Any = (), keepdim: bool = False) -> Array:
-        return fn(self, axis=wrap_dims(dim, self.ndim), keepdims=keepdim)
-
-
-_extreme(aten.amax.default, jnp.max)
-_extreme(aten.amin.default, jnp.min)
+lowering(aten.amax.default)(functools.partial(_extreme, jnp.max))
+lowering(aten.amin.default)(functools.partial(_extreme, jnp.min))
 
 
 @lowering(aten.aminmax.default)
@@ -110,190 +86,152 @@ def aminmax(self: Array, dim: int | None = None, keepdim: bool = False) -> tuple
     return self.min(dims, keepdims=keepdim), self.max(dims, keepdims=keepdim)
 
 
-def _extreme_all(op: Any, fn: Any, name: str) -> None:
-    @lowering(op)
-    def lowered(self: Array) -> Array:
-        if self.size:
-            return fn(self)
-        message = f"{name}(): Expected reduction dim to be specified for input.numel() == 0. "
-        require(False, RuntimeError, message + "Specify the reduction dim with the 'dim' argument.")
-        return jnp.zeros((), self.dtype)
+def _extreme_of_all(function: Callable[[Array], Array], name: str, self: Array) -> Array:
+    """The extreme of every element, of which there must be one."""
+    if self.size:
+        return function(self)
+    message = f"{name}(): Expected reduction dim to be specified for input.numel() == 0. "
+    require(False, RuntimeError, message + "Specify the reduction dim with the 'dim' argument.")
+    return jnp.zeros((), self.dtype)
 
 
-_extreme_all(aten.max.default, jnp.max, "max")
-_extreme_all(aten.min.default, jnp.min, "min")
+lowering(aten.max.default)(functools.partial(_extreme_of_all, jnp.max, "max"))
+lowering(aten.min.default)(functools.partial(_extreme_of_all, jnp.min, "min"))
+
+
+Argument = Callable[[Array, int, type], Array]
+"""``jax.lax.argmax`` or ``argmin``."""
 
 
 def _ordered(x: Array) -> Array:
     return x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
 
 
-def _extreme_at(op: Any, fn: Any) -> None:
-    """File an op that returns an extreme element and the first index that has it; a nan is extreme."""
-
-    @lowering(op)
-    def lowered(self: Array, dim: int, keepdim: bool = False) -> tuple[Array, Array]:
-        if not self.ndim:
-            return self, jnp.zeros((), jnp.int64)
-        axis = wrap_dim(dim, self.ndim)
-        at = jnp.expand_dims(fn(_ordered(self), axis, jnp.int64), axis)
-        found = jnp.take_along_axis(self, at, axis, mode="promise_in_bounds")
-        return (found, at) if keepdim else (found.squeeze(axis), at.squeeze(axis))
+def _extreme_along(argument: Argument, self: Array, dim: int, keepdim: bool = False) -> tuple[Array, Array]:
+    """An extreme element and the first index that has it; a nan is extreme."""
+    if not self.ndim:
+        return self, jnp.zeros((), jnp.int64)
+    axis = wrap_dim(dim, self.ndim)
+    index = jnp.expand_dims(argument(_ordered(self), axis, jnp.int64), axis)
+    values = jnp.take_along_axis(self, index, axis, mode="promise_in_bounds")
+    return (values, index) if keepdim else (values.squeeze(axis), index.squeeze(axis))
 
 
-_extreme_at(aten.max.dim, jax.lax.argmax)
-_extreme_at(aten.min.dim, jax.lax.argmin)
+lowering(aten.max.dim)(functools.partial(_extreme_along, jax.lax.argmax))
+lowering(aten.min.dim)(functools.partial(_extreme_along, jax.lax.argmin))
 
 
-def _position(op: Any, fn: Any) -> None:
-    @lowering(op)
-    def lowered(self: Array, dim: int | None = None, keepdim: bool = False) -> Array:
-        if not self.ndim:
-            return jnp.zeros((), jnp.int64)
-        if dim is None:
-            at = fn(_ordered(self).reshape(-1), 0, jnp.int64)
-            return at.reshape((1,) * self.ndim) if keepdim else at
-        axis = wrap_dim(dim, self.ndim)
-        at = fn(_ordered(self), axis, jnp.int64)
-        return jnp.expand_dims(at, axis) if keepdim else at
+def _position(argument: Argument, self: Array, dim: int | None = None, keepdim: bool = False) -> Array:
+    """The first index of an extreme element, along a dim or of all elements in row-major order."""
+    if not self.ndim:
+        return jnp.zeros((), jnp.int64)
+    if dim is None:
+        index = argument(_ordered(self).reshape(-1), 0, jnp.int64)
+        return index.reshape((1,) * self.ndim) if keepdim else index
+    axis = wrap_dim(dim, self.ndim)
+    index = argument(_ordered(self), axis, jnp.int64)
+    return jnp.expand_dims(index, axis) if keepdim else index
 
 
-_position(aten.argmax.default, jax.lax.argmax)
-_position(aten.argmin.default, jax.lax.argmin)
+lowering(aten.argmax.default)(functools.partial(_position, jax.lax.argmax))
+lowering(aten.argmin.default)(functools.partial(_position, jax.lax.argmin))
 
 
-def _truth(name: str, fn: Any) -> None:
-    """File the overloads of ``all`` or ``any``; torch answers a uint8 question with a uint8."""
-
-    def answer(x: Array, dims: Dims, keepdim: bool) -> Array:
-        found = fn(x != 0, axis=dims, keepdims=keepdim)
-        return found.astype(jnp.uint8) if x.dtype == jnp.uint8 else found
-
-    packet = getattr(aten, name)
-
-    @lowering(packet.default)
-    def everything(self: Array) -> Array:
-        return answer(self, _all_dims(self), False)
-
-    @lowering(packet.dim)
-    def one_dim(self: Array, dim: int, keepdim: bool = False) -> Array:
-        return answer(self, wrap_dims(dim, self.ndim), keepdim)
-
-    @lowering(packet.dims)
-    def many_dims(self: Array, dim: Any = None, keepdim: bool = False) -> Array:
-        # Here, unlike elsewhere, an empty list of dims names none.
-        dims = wrap_dims(dim, self.ndim) if dim is None or len(dim) else ()
-        return answer(self, dims, keepdim)
+def _truth(function: Callable[..., Array], self: Array, dim: Named = None, keepdim: bool = False) -> Array:
+    """Whether all or any elements are not zero; torch answers for uint8 with a uint8."""
+    # Here, unlike elsewhere, an empty list of dims names none.
+    dims = wrap_dims(dim, self.ndim) if dim is None or isinstance(dim, int) or len(dim) else ()
+    holds = function(self != 0, axis=dims, keepdims=keepdim)
+    return holds.astype(jnp.uint8) if self.dtype == jnp.uint8 else holds
 
 
-_truth("all", jnp.all)
-_truth("any", jnp.any)
+lowering(aten.all.default, aten.all.dim, aten.all.dims)(functools.partial(_truth, jnp.all))
+lowering(aten.any.default, aten.any.dim, aten.any.dims)(functools.partial(_truth, jnp.any))
 
 
-@lowering(aten.count_nonzero.default)
-def count_nonzero(self: Array, dim: int | None = None) -> Array:
-    """How many elements are not zero, along a dim or of all."""
+@lowering(aten.count_nonzero.default, aten.count_nonzero.dim_IntList)
+def count_nonzero(self: Array, dim: Named = None) -> Array:
+    """How many elements are not zero, along dims or of all."""
     return (self != 0).sum(wrap_dims(dim, self.ndim), dtype=jnp.int64)
 
 
-@lowering(aten.count_nonzero.dim_IntList)
-def count_nonzero_dims(self: Array, dim: Any) -> Array:
-    """How many elements are not zero along dims."""
-    return (self != 0).sum(wrap_dims(dim, self.ndim), dtype=jnp.int64)
-
-
-def moments(x: Array, dims: Dims, correction: Any, keepdim: bool) -> tuple[Array, Array]:
-    """Return (variance, mean) in the accumulation dtype."""
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        raise Unsupported("a variance of integers")
-    wide = cast(x, accumulation_dtype(x.dtype))
-    mean = wide.mean(dims, keepdims=True)
-    apart = wide - mean
-    square = apart.real**2 + apart.imag**2 if jnp.iscomplexobj(apart) else apart * apart
+def moments(x: Array, dims: Dims, correction: Scalar | None, keepdim: bool) -> tuple[Array, Array]:
+    """Return (variance, mean)."""
+    mean = x.mean(dims, keepdims=True)
+    difference = x - mean
+    square = (
+        difference.real**2 + difference.imag**2 if jnp.iscomplexobj(difference) else difference * difference
+    )
     count = math.prod(x.shape[d] for d in dims)
+    # Fewer elements than the correction takes off: torch divides by zero, not by a negative number.
     divisor = jnp.maximum(count - cast(1 if correction is None else correction, square.dtype), 0)
     variance = square.sum(dims, keepdims=keepdim) / divisor
     return variance, mean if keepdim else mean.reshape(variance.shape)
 
 
-def _spread(name: str, finish: Any) -> None:
-    """File ``var`` or ``std`` and their twins that return the mean too."""
-
-    def real(x: Array) -> Any:
-        return np.dtype(x.real.dtype)
-
-    @lowering(getattr(aten, name).correction)
-    def alone(self: Array, dim: Any = None, correction: Any = None, keepdim: bool = False) -> Array:
-        variance, _ = moments(self, wrap_dims(dim, self.ndim), correction, keepdim)
-        return cast(finish(variance), real(self))
-
-    @lowering(getattr(aten, f"{name}_mean").correction)
-    def with_mean(
-        self: Array, dim: Any = None, correction: Any = None, keepdim: bool = False
-    ) -> tuple[Array, Array]:
-        variance, mean = moments(self, wrap_dims(dim, self.ndim), correction, keepdim)
-        return cast(finish(variance), real(self)), cast(mean, self.dtype)
+def _spread(
+    with_mean: bool,
+    root: bool,
+    self: Array,
+    dim: Named = None,
+    correction: Scalar | None = None,
+    keepdim: bool = False,
+) -> Array | tuple[Array, Array]:
+    """The variance along dims or its root, and the mean where asked for."""
+    if not jnp.issubdtype(self.dtype, jnp.inexact):
+        raise Unsupported("a variance of integers")
+    x = cast(self, accumulation_dtype(self.dtype))
+    variance, mean = moments(x, wrap_dims(dim, self.ndim), correction, keepdim)
+    spread = cast(jnp.sqrt(variance) if root else variance, self.real.dtype)
+    return (spread, cast(mean, self.dtype)) if with_mean else spread
 
 
-_spread("var", lambda variance: variance)
-_spread("std", jnp.sqrt)
+lowering(aten.var.correction)(functools.partial(_spread, False, False))
+lowering(aten.var_mean.correction)(functools.partial(_spread, True, False))
+lowering(aten.std.correction)(functools.partial(_spread, False, True))
+lowering(aten.std_mean.correction)(functools.partial(_spread, True, True))
 
 
-def vector_norm(x: Array, p: Any, dims: Dims, keepdim: bool, dtype: Any) -> Array:
-    """Return the p-norm along dims, accumulated in at least float32."""
-    given = x.dtype if dtype is None else np.dtype(dtype)
-    result = np.dtype(np.zeros((), given).real.dtype)
-    wide = cast(x, accumulation_dtype(given))
-    size = jnp.abs(wide)
+@lowering(
+    aten.norm.Scalar,
+    aten.norm.ScalarOpt_dtype,
+    aten.norm.ScalarOpt_dim,
+    aten.norm.ScalarOpt_dim_dtype,
+    static=["p"],
+)
+def vector_norm(
+    self: Array, p: float | None = 2, dim: Named = None, keepdim: bool = False, dtype: DTypeLike | None = None
+) -> Array:
+    """The p-norm along dims, or of every element, accumulated in at least float32."""
+    in_dtype, dims = self.dtype if dtype is None else np.dtype(dtype), wrap_dims(dim, self.ndim)
+    result = np.dtype(np.zeros((), in_dtype).real.dtype)
+    x = cast(self, accumulation_dtype(in_dtype))
+    size = jnp.abs(x)
     p = 2.0 if p is None else float(p)
     if p == math.inf or p == -math.inf:
-        found = (jnp.max if p > 0 else jnp.min)(size, axis=dims, keepdims=keepdim)
+        norms = (jnp.max if p > 0 else jnp.min)(size, axis=dims, keepdims=keepdim)
     elif p == 0:
-        found = (size != 0).astype(size.dtype).sum(dims, keepdims=keepdim)
+        norms = (size != 0).astype(size.dtype).sum(dims, keepdims=keepdim)
     elif p == 1:
-        found = size.sum(dims, keepdims=keepdim)
+        norms = size.sum(dims, keepdims=keepdim)
     elif p == 2:
-        square = wide.real**2 + wide.imag**2 if jnp.iscomplexobj(wide) else wide * wide
-        found = jnp.sqrt(square.sum(dims, keepdims=keepdim))
+        square = x.real**2 + x.imag**2 if jnp.iscomplexobj(x) else x * x
+        norms = jnp.sqrt(square.sum(dims, keepdims=keepdim))
     else:
-        found = (size**p).sum(dims, keepdims=keepdim) ** (1 / p)
-    return cast(found, result)
+        norms = (size**p).sum(dims, keepdims=keepdim) ** (1 / p)
+    return cast(norms, result)
 
 
 @lowering(aten.linalg_vector_norm.default, static=["ord"])
 def linalg_vector_norm(
-    self: Array, ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None
+    self: Array, ord: float = 2, dim: Named = None, keepdim: bool = False, dtype: DTypeLike | None = None
 ) -> Array:
     """The norm of vectors along dims."""
-    return vector_norm(self, ord, wrap_dims(dim, self.ndim), keepdim, dtype)
-
-
-@lowering(aten.norm.Scalar, static=["p"])
-def norm(self: Array, p: Any = 2) -> Array:
-    """The norm of all elements."""
-    return vector_norm(self, p, _all_dims(self), False, None)
-
-
-@lowering(aten.norm.ScalarOpt_dtype, static=["p"])
-def norm_dtype(self: Array, p: Any, dtype: Any) -> Array:
-    """The norm of all elements in another dtype."""
-    return vector_norm(self, p, _all_dims(self), False, dtype)
-
-
-@lowering(aten.norm.ScalarOpt_dim, static=["p"])
-def norm_dims(self: Array, p: Any, dim: Any, keepdim: bool = False) -> Array:
-    """Norms along dims."""
-    return vector_norm(self, p, wrap_dims(dim, self.ndim), keepdim, None)
-
-
-@lowering(aten.norm.ScalarOpt_dim_dtype, static=["p"])
-def norm_dims_dtype(self: Array, p: Any, dim: Any, keepdim: bool, dtype: Any) -> Array:
-    """Norms along dims in another dtype."""
-    return vector_norm(self, p, wrap_dims(dim, self.ndim), keepdim, dtype)
+    return vector_norm(self, ord, dim, keepdim, dtype)
 
 
 @lowering(aten.logsumexp.default)
-def logsumexp(self: Array, dim: Any, keepdim: bool = False) -> Array:
+def logsumexp(self: Array, dim: Named, keepdim: bool = False) -> Array:
     """The logarithm of a sum of exponentials, without overflow."""
     compute, result = promote(self, kind=INT_TO_FLOAT)
     dims = wrap_dims(dim, self.ndim)
@@ -302,19 +240,42 @@ def logsumexp(self: Array, dim: Any, keepdim: bool = False) -> Array:
         return jnp.full(tuple(sizes), -jnp.inf, result)
     if jnp.iscomplexobj(self):
         return _complex_logsumexp(self, dims, keepdim)
-    found = jax.scipy.special.logsumexp(cast(self, compute), axis=dims, keepdims=keepdim)
-    return cast(found, result)
+    out = jax.scipy.special.logsumexp(cast(self, compute), axis=dims, keepdims=keepdim)
+    return cast(out, result)
 
 
 def _complex_logsumexp(x: Array, dims: tuple[int, ...], keepdim: bool) -> Array:
     """The logarithm about the largest real part, as torch takes it."""
     largest = jnp.max(x.real, axis=dims, keepdims=True)
     largest = jnp.where(jnp.isinf(largest), jnp.zeros_like(largest), largest)
-    found = jnp.log(jnp.sum(jnp.exp(x - largest), axis=dims, keepdims=True)) + largest
-    return found if keepdim else jnp.squeeze(found, dims)
+    out = jnp.log(jnp.sum(jnp.exp(x - largest), axis=dims, keepdims=True)) + largest
+    return out if keepdim else jnp.squeeze(out, dims)
 
 
 @lowering(aten.trace.default)
 def trace(self: Array) -> Array:
     """The sum of the diagonal."""
-    return total(jnp.diagonal(self), (0,), False, None)
+    return total(jnp.diagonal(self))
+
+
+@lowering(aten.linalg__powsum.default)
+def powsum(
+    self: Array,
+    ord: Scalar = 2,
+    dim: Named = None,
+    keepdim: bool = False,
+    dtype: DTypeLike | None = None,
+) -> Array:
+    """The sum of the absolute values raised to ``ord``, along dims."""
+    x = self if dtype is None else cast(self, dtype)
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        raise Unsupported("sums of powers of integers, which torch refuses as well")
+    size = jnp.abs(cast(x, accumulation_dtype(x.dtype)))
+    sums = jnp.sum(jnp.power(size, cast(ord, size.dtype)), axis=wrap_dims(dim, x.ndim), keepdims=keepdim)
+    return cast(sums, x.dtype if jnp.isrealobj(x) else size.dtype)
+
+
+@lowering(aten._foreach_powsum.Scalar)
+def foreach_powsum(self: list[Array], ord: Scalar = 2, dtype: DTypeLike | None = None) -> list[Array]:
+    """The sum of powers of each tensor of the list."""
+    return [powsum(x, ord, dtype=dtype) for x in self]

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import accumulation_dtype, cast
+from isthmus._ops.common import FLOATING, Array, Scalar, cast
 from isthmus._ops.registry import lowering
 from isthmus._ops.value_checks import require
 from isthmus.errors import Unsupported
 
-Array = Any
 _REDUCTIONS: dict[str, Callable[..., Array]] = {
     "sum": jax.ops.segment_sum,
     "mean": jax.ops.segment_sum,
@@ -30,28 +28,28 @@ class _Segments:
     """Rows along one dim, each with the number of the segment it is in, counted over all leading dims."""
 
     def __init__(
-        self, data: Array, lengths: Array | None, offsets: Array | None, indices: Any, axis: int
+        self, data: Array, lengths: Array | None, offsets: Array | None, indices: Array | None, axis: int
     ) -> None:
         if indices is not None or (lengths is None) == (offsets is None):
             raise Unsupported("segments are given by their lengths or by their offsets")
-        if not jnp.issubdtype(data.dtype, jnp.floating):
-            raise Unsupported(f"torch reduces no segments of {data.dtype}")
-        given: Any = offsets if lengths is None else lengths
-        if given.dtype not in (jnp.int32, jnp.int64):
-            raise Unsupported(f"torch counts no rows in {given.dtype}")
-        if axis != given.ndim - 1:
+        counted = offsets if lengths is None else lengths
+        assert counted is not None
+        if counted.dtype not in (jnp.int32, jnp.int64):
+            raise Unsupported(f"torch counts no rows in {counted.dtype}")
+        edges = offsets if lengths is None else _edges(lengths)
+        assert edges is not None
+        if axis != edges.ndim - 1:
             raise Unsupported("the segments must be of the last dim that lengths or offsets have")
         self.lead, self.rows, self.inner = data.shape[:axis], data.shape[axis], data.shape[axis + 1 :]
-        edges = _edges(lengths) if offsets is None else offsets
         self.edges = edges.reshape(-1, edges.shape[-1]) if edges.size else edges.reshape(0, edges.shape[-1])
         self.count = edges.shape[-1] - 1
         self.lengths = (self.edges[:, 1:] - self.edges[:, :-1]).reshape(-1)
         # Rows before the first segment and after the last are in none.
-        found = jax.vmap(lambda e: jnp.searchsorted(e, jnp.arange(self.rows), side="right") - 1)(self.edges)
+        numbers = jax.vmap(lambda e: jnp.searchsorted(e, jnp.arange(self.rows), side="right") - 1)(self.edges)
         first = jnp.arange(self.edges.shape[0])[:, None] * self.count
-        inside = (found >= 0) & (found < self.count)
+        inside = (numbers >= 0) & (numbers < self.count)
         self.total = self.edges.shape[0] * self.count
-        self.numbers = jnp.where(inside, found + first, self.total).reshape(-1)
+        self.numbers = jnp.where(inside, numbers + first, self.total).reshape(-1)
 
     def reduce(self, reduction: str, rows: Array) -> Array:
         """Return each segment's reduction, the identity for an empty one."""
@@ -76,7 +74,7 @@ def _require_lengths(lengths: Array | None, offsets: Array | None, rows: int, un
         require(offsets[..., 1:] >= offsets[..., :-1], RuntimeError, "offsets must not decrease")
 
 
-@lowering(aten.segment_reduce.default)
+@lowering(aten.segment_reduce.default, accumulate=True, dtypes=FLOATING)
 def segment_reduce(
     data: Array,
     reduce: str,
@@ -85,37 +83,38 @@ def segment_reduce(
     offsets: Array | None = None,
     axis: int = 0,
     unsafe: bool = False,
-    initial: Any = None,
+    initial: Scalar | None = None,
 ) -> Array:
     """Each segment's sum, mean, product, maximum or minimum, begun at ``initial``."""
     segments = _Segments(data, lengths, offsets, indices, axis)
     _require_lengths(lengths, offsets, segments.rows, unsafe)
-    wide = accumulation_dtype(data.dtype)
     shape = (*segments.lead, segments.count, *segments.inner)
     if not all(shape):
         return jnp.zeros(shape, data.dtype)
-    rows = cast(data, wide).reshape(segments.numbers.shape[0], math.prod(segments.inner))
-    found = segments.reduce(reduce, rows)
+    rows = data.reshape(segments.numbers.shape[0], math.prod(segments.inner))
+    reduced = segments.reduce(reduce, rows)
     if initial is not None:
-        found = _JOIN[reduce](found, cast(initial, wide))
+        reduced = _JOIN[reduce](reduced, cast(initial, data.dtype))
     if reduce == "mean":
-        count = segments.lengths[:, None].astype(wide)
-        empty = found if initial is not None else jnp.full((), jnp.nan, wide)
-        found = jnp.where(count > 0, found / jnp.maximum(count, 1), empty)
-    return cast(found.reshape(shape), data.dtype)
+        count = segments.lengths[:, None].astype(data.dtype)
+        empty = reduced if initial is not None else jnp.full((), jnp.nan, data.dtype)
+        reduced = jnp.where(count > 0, reduced / jnp.maximum(count, 1), empty)
+    return reduced.reshape(shape)
 
 
 def _extreme_slope(segments: _Segments, grad: Array, output: Array, rows: Array) -> Array:
     """Return the gradient at the rows equal to their segment's extreme."""
     hit = jnp.isnan(rows) | (rows == segments.of_row(output))
     ties = segments.of_row(segments.reduce("sum", hit.astype(rows.dtype)))
-    given = segments.of_row(grad)
+    row_grads = segments.of_row(grad)
     # torch shares a gradient among equals only where it is positive.
-    shared = jnp.where((ties > 1) & (given > 0), given / jnp.maximum(ties, 1), given)
+    shared = jnp.where((ties > 1) & (row_grads > 0), row_grads / jnp.maximum(ties, 1), row_grads)
     return jnp.where(hit, shared, jnp.zeros((), rows.dtype))
 
 
-def _product_slope(segments: _Segments, grad: Array, output: Array, rows: Array, initial: Any) -> Array:
+def _product_slope(
+    segments: _Segments, grad: Array, output: Array, rows: Array, initial: Scalar | None
+) -> Array:
     """Return the gradient of each row: the product of the others in its segment."""
     zero, nan = rows == 0, jnp.isnan(rows)
     one = jnp.ones((), rows.dtype)
@@ -128,7 +127,7 @@ def _product_slope(segments: _Segments, grad: Array, output: Array, rows: Array,
     return jnp.where(zero | nan, segments.of_row(grad) * others, divided)
 
 
-@lowering(aten._segment_reduce_backward.default)
+@lowering(aten._segment_reduce_backward.default, accumulate="data", dtypes=FLOATING)
 def segment_reduce_backward(
     grad: Array,
     output: Array,
@@ -137,21 +136,21 @@ def segment_reduce_backward(
     lengths: Array | None = None,
     offsets: Array | None = None,
     axis: int = 0,
-    initial: Any = None,
+    initial: Scalar | None = None,
 ) -> Array:
     """The gradient of the reduction for the data; rows in no segment have none."""
-    segments, wide = _Segments(data, lengths, offsets, None, axis), accumulation_dtype(data.dtype)
+    segments = _Segments(data, lengths, offsets, None, axis)
     if not data.size or not grad.size:
         return jnp.zeros(data.shape, data.dtype)
-    rows = cast(data, wide).reshape(segments.numbers.shape[0], -1)
-    given, found = (cast(a, wide).reshape(segments.total, -1) for a in (grad, output))
+    rows = data.reshape(segments.numbers.shape[0], -1)
+    grads, reduced = (a.reshape(segments.total, -1) for a in (grad, output))
     if reduce == "mean":
-        given = given / jnp.maximum(segments.lengths, 1)[:, None].astype(wide)
+        grads = grads / jnp.maximum(segments.lengths, 1)[:, None].astype(data.dtype)
     if reduce in ("sum", "mean"):
-        slope = segments.of_row(given)
+        slope = segments.of_row(grads)
     elif reduce == "prod":
-        slope = _product_slope(segments, given, found, rows, initial)
+        slope = _product_slope(segments, grads, reduced, rows, initial)
     else:
-        slope = _extreme_slope(segments, given, found, rows)
+        slope = _extreme_slope(segments, grads, reduced, rows)
     inside = (segments.numbers < segments.total)[:, None]
-    return cast(jnp.where(inside, slope, jnp.zeros((), wide)).reshape(data.shape), data.dtype)
+    return jnp.where(inside, slope, jnp.zeros((), data.dtype)).reshape(data.shape)

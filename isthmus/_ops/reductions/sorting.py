@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import NO_OPMATH, cast, keyword_signature, promote, wrap_dim
+from isthmus._ops.common import NO_OPMATH, Array, Operand, Scalar, cast, promote, wrap_dim
 from isthmus._ops.registry import lowering
 from isthmus._ops.value_checks import require
-
-Array = Any
 
 
 def sort_with_indices(x: Array, axis: int, descending: bool = False) -> tuple[Array, Array]:
@@ -39,44 +37,34 @@ def _is_narrow(x: Array) -> bool:
 def _sort_packed(x: Array, axis: int, descending: bool) -> Array:
     """Return where each element in order was: XLA's CPU sorts one array of integers several times as fast as two."""
     keys = _rank_keys(x)
-    at = jax.lax.broadcasted_iota(jnp.int64, x.shape, axis)
-    packed = (~keys if descending else keys).astype(jnp.int64) << 32 | at
+    places = jax.lax.broadcasted_iota(jnp.int64, x.shape, axis)
+    packed = (~keys if descending else keys).astype(jnp.int64) << 32 | places
     return jax.lax.sort(packed, dimension=axis) & 0xFFFFFFFF
 
 
 def _sort_pairs(x: Array, axis: int, descending: bool) -> tuple[Array, Array]:
     keys = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
-    at = jax.lax.broadcasted_iota(jnp.int64, x.shape, axis)
+    places = jax.lax.broadcasted_iota(jnp.int64, x.shape, axis)
     if descending:
         # Reversed before and after, a stable ascending sort leaves equal elements as they were.
-        keys, at = jnp.flip(keys, axis), jnp.flip(at, axis)
-    values, indices = jax.lax.sort((keys, at), dimension=axis, is_stable=True, num_keys=1)
+        keys, places = jnp.flip(keys, axis), jnp.flip(places, axis)
+    values, indices = jax.lax.sort((keys, places), dimension=axis, is_stable=True, num_keys=1)
     if descending:
         values, indices = jnp.flip(values, axis), jnp.flip(indices, axis)
     return values.astype(x.dtype), indices
 
 
-def _sorted(x: Array, dim: int, descending: bool) -> tuple[Array, Array]:
-    if not x.ndim:
-        return x, jnp.zeros((), jnp.int64)
-    return sort_with_indices(x, wrap_dim(dim, x.ndim), descending)
-
-
-@lowering(aten.sort.default)
-def sort(self: Array, dim: int = -1, descending: bool = False) -> tuple[Array, Array]:
-    """The elements in order along a dim, and their indices."""
-    return _sorted(self, dim, descending)
-
-
-@lowering(aten.sort.stable)
-def sort_stable(
-    self: Array, stable: bool | None, dim: int = -1, descending: bool = False
+@lowering(aten.sort.default, aten.sort.stable)
+def sort(
+    self: Array, dim: int = -1, descending: bool = False, stable: bool | None = None
 ) -> tuple[Array, Array]:
-    """The elements in order, which is stable whether asked or not."""
-    return _sorted(self, dim, descending)
+    """The elements in order along a dim, and their indices; the sort is stable whether asked to be or not."""
+    if not self.ndim:
+        return self, jnp.zeros((), jnp.int64)
+    return sort_with_indices(self, wrap_dim(dim, self.ndim), descending)
 
 
-_INTEGERS: dict[int, Any] = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
+_INTEGERS = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
 
 
 def _plain_bits(x: Array) -> Array:
@@ -130,17 +118,17 @@ def topk(
     if not self.ndim:
         return self, jnp.zeros((), jnp.int64)
     axis = wrap_dim(dim, self.ndim)
-    at = _top(jnp.moveaxis(jax.lax.stop_gradient(self), axis, -1), k, largest)
-    indices = jnp.moveaxis(at, -1, axis).astype(jnp.int64)
+    places = _top(jnp.moveaxis(jax.lax.stop_gradient(self), axis, -1), k, largest)
+    indices = jnp.moveaxis(places, -1, axis).astype(jnp.int64)
     return jnp.take_along_axis(self, indices, axis, mode="promise_in_bounds"), indices
 
 
-def _at_rank(x: Array, k: Any, axis: int, keepdim: bool) -> tuple[Array, Array]:
+def _at_rank(x: Array, k: Array | int, axis: int, keepdim: bool) -> tuple[Array, Array]:
     """Return the element with rank ``k``, counted from 0, along an axis and its index."""
     values, indices = sort_with_indices(x, axis)
     place = jnp.broadcast_to(k, tuple(1 if d == axis else n for d, n in enumerate(x.shape)))
-    found = [jnp.take_along_axis(a, place, axis, mode="promise_in_bounds") for a in (values, indices)]
-    return (found[0], found[1]) if keepdim else (found[0].squeeze(axis), found[1].squeeze(axis))
+    picked = [jnp.take_along_axis(a, place, axis, mode="promise_in_bounds") for a in (values, indices)]
+    return (picked[0], picked[1]) if keepdim else (picked[0].squeeze(axis), picked[1].squeeze(axis))
 
 
 @lowering(aten.kthvalue.default)
@@ -162,26 +150,25 @@ def median_rank(x: Array, axis: int, ignore_nan: bool) -> Array:
     return jnp.where(nans > 0, count - nans, (count - 1) // 2)
 
 
-def _median(name: str, ignore_nan: bool) -> None:
-    @lowering(getattr(aten, name).default)
-    def everything(self: Array) -> Array:
-        flat = self.reshape(-1)
-        if not flat.size:
-            if jnp.issubdtype(self.dtype, jnp.inexact):
-                return jnp.full((), jnp.nan, self.dtype)
-            return jnp.full((), np.iinfo(self.dtype).min, self.dtype)
-        return _at_rank(flat, median_rank(flat, 0, ignore_nan), 0, False)[0]
-
-    @lowering(getattr(aten, name).dim)
-    def along(self: Array, dim: int, keepdim: bool = False) -> tuple[Array, Array]:
-        if not self.ndim:
-            return self, jnp.zeros((), jnp.int64)
-        axis = wrap_dim(dim, self.ndim)
-        return _at_rank(self, median_rank(self, axis, ignore_nan), axis, keepdim)
+def _median_of_all(ignore_nan: bool, self: Array) -> Array:
+    flat = self.reshape(-1)
+    if not flat.size:
+        if jnp.issubdtype(self.dtype, jnp.inexact):
+            return jnp.full((), jnp.nan, self.dtype)
+        return jnp.full((), np.iinfo(self.dtype).min, self.dtype)
+    return _at_rank(flat, median_rank(flat, 0, ignore_nan), 0, False)[0]
 
 
-_median("median", False)
-_median("nanmedian", True)
+def _median_along(ignore_nan: bool, self: Array, dim: int, keepdim: bool = False) -> tuple[Array, Array]:
+    if not self.ndim:
+        return self, jnp.zeros((), jnp.int64)
+    axis = wrap_dim(dim, self.ndim)
+    return _at_rank(self, median_rank(self, axis, ignore_nan), axis, keepdim)
+
+
+for _packet, _ignore_nan in ((aten.median, False), (aten.nanmedian, True)):
+    lowering(_packet.default)(functools.partial(_median_of_all, _ignore_nan))
+    lowering(_packet.dim)(functools.partial(_median_along, _ignore_nan))
 
 
 @lowering(aten.mode.default)
@@ -194,9 +181,9 @@ def mode(self: Array, dim: int = -1, keepdim: bool = False) -> tuple[Array, Arra
     starts = jnp.concatenate([jnp.ones_like(values[..., :1], bool), values[..., 1:] != values[..., :-1]], -1)
     place = jax.lax.broadcasted_iota(jnp.int64, values.shape, values.ndim - 1)
     run = place - jax.lax.cummax(jnp.where(starts, place, 0), values.ndim - 1)
-    at = jax.lax.argmax(run, values.ndim - 1, jnp.int64)[..., None]
-    found = [jnp.moveaxis(jnp.take_along_axis(a, at, -1), -1, axis) for a in (values, indices)]
-    return (found[0], found[1]) if keepdim else (found[0].squeeze(axis), found[1].squeeze(axis))
+    longest = jax.lax.argmax(run, values.ndim - 1, jnp.int64)[..., None]
+    picked = [jnp.moveaxis(jnp.take_along_axis(a, longest, -1), -1, axis) for a in (values, indices)]
+    return (picked[0], picked[1]) if keepdim else (picked[0].squeeze(axis), picked[1].squeeze(axis))
 
 
 def search(sequence: Array, values: Array, right: bool) -> Array:
@@ -207,65 +194,66 @@ def search(sequence: Array, values: Array, right: bool) -> Array:
     if sequence.ndim <= 1:
         return jnp.searchsorted(sequence, values, side=side)
     rows = sequence.reshape(-1, sequence.shape[-1])
-    wanted = values.reshape(rows.shape[0], values.shape[-1])
-    return jax.vmap(lambda s, v: jnp.searchsorted(s, v, side=side))(rows, wanted).reshape(values.shape)
+    queries = values.reshape(rows.shape[0], values.shape[-1])
+    return jax.vmap(lambda s, v: jnp.searchsorted(s, v, side=side))(rows, queries).reshape(values.shape)
 
 
-def _searchsorted(op: Any) -> None:
-    @lowering(op)
-    def lowered(
-        sorted_sequence: Array,
-        self: Any,
-        out_int32: bool = False,
-        right: bool = False,
-        side: str | None = None,
-        sorter: Array | None = None,
-    ) -> Array:
-        dtype, _ = promote(sorted_sequence, self, kind=NO_OPMATH)
-        sequence = cast(sorted_sequence, dtype)
-        if sorter is not None:
-            inside = (sorter >= 0) & (sorter < sequence.shape[-1])
-            require(inside, RuntimeError, "torch.searchsorted(): sorter index out of range")
-            sequence = jnp.take_along_axis(sequence, sorter, -1)
-        found = search(sequence, cast(self, dtype), right or side == "right")
-        return found.astype(jnp.int32 if out_int32 else jnp.int64)
+@lowering(aten.searchsorted.Tensor, aten.searchsorted.Scalar)
+def searchsorted(
+    sorted_sequence: Array,
+    self: Operand,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: Array | None = None,
+) -> Array:
+    """Where each value would be inserted into a sorted sequence."""
+    dtype, _ = promote(sorted_sequence, self, kind=NO_OPMATH)
+    sequence = cast(sorted_sequence, dtype)
+    if sorter is not None:
+        inside = (sorter >= 0) & (sorter < sequence.shape[-1])
+        require(inside, RuntimeError, "torch.searchsorted(): sorter index out of range")
+        sequence = jnp.take_along_axis(sequence, sorter, -1)
+    places = search(sequence, cast(self, dtype), right or side == "right")
+    return places.astype(jnp.int32 if out_int32 else jnp.int64)
 
 
-_searchsorted(aten.searchsorted.Tensor)
-_searchsorted(aten.searchsorted.Scalar)
+@lowering(aten.bucketize.Tensor, aten.bucketize.Scalar)
+def bucketize(self: Operand, boundaries: Array, out_int32: bool = False, right: bool = False) -> Array:
+    """Which of the buckets between boundaries each value falls into."""
+    return searchsorted(boundaries, self, out_int32, right)
 
 
-def _bucketize(op: Any) -> None:
-    @lowering(op)
-    def lowered(self: Any, boundaries: Array, out_int32: bool = False, right: bool = False) -> Array:
-        dtype, _ = promote(boundaries, self, kind=NO_OPMATH)
-        found = search(cast(boundaries, dtype), cast(self, dtype), right)
-        return found.astype(jnp.int32 if out_int32 else jnp.int64)
+def _isin(elements: Operand, test_elements: Operand, invert: bool) -> Array:
+    dtype, _ = promote(elements, test_elements, kind=NO_OPMATH)
+    values, known = cast(elements, dtype), cast(test_elements, dtype).reshape(-1)
+    if known.size == 0:
+        member = jnp.zeros(values.shape, bool)
+    else:
+        known = jnp.sort(known.astype(jnp.uint8) if dtype == np.bool_ else known)
+        values = values.astype(known.dtype)
+        place = jnp.searchsorted(known, values)
+        member = known[jnp.minimum(place, known.size - 1)] == values
+    return ~member if invert else member
 
 
-_bucketize(aten.bucketize.Tensor)
-_bucketize(aten.bucketize.Scalar)
+@lowering(aten.isin.Tensor_Tensor)
+def isin(elements: Array, test_elements: Array, assume_unique: bool = False, invert: bool = False) -> Array:
+    """Whether each element is among those of the other tensor."""
+    return _isin(elements, test_elements, invert)
 
 
-def _isin(op: Any, elements_name: str, test_name: str) -> None:
-    def lowered(**values: Any) -> Array:
-        dtype, _ = promote(values[elements_name], values[test_name], kind=NO_OPMATH)
-        wanted, known = cast(values[elements_name], dtype), cast(values[test_name], dtype).reshape(-1)
-        if known.size == 0:
-            found = jnp.zeros(wanted.shape, bool)
-        else:
-            known = jnp.sort(known.astype(jnp.uint8) if dtype == np.bool_ else known)
-            wanted = wanted.astype(known.dtype)
-            place = jnp.searchsorted(known, wanted)
-            found = known[jnp.minimum(place, known.size - 1)] == wanted
-        return ~found if values.get("invert", False) else found
-
-    names = [elements_name, test_name, "assume_unique", "invert"]
-    lowered.__signature__ = keyword_signature(names)  # type: ignore[attr-defined]
-    lowered.__doc__ = "Whether each element is among those of the other tensor."
-    lowering(op)(lowered)
+@lowering(aten.isin.Tensor_Scalar)
+def isin_scalar(
+    elements: Array, test_element: Scalar, assume_unique: bool = False, invert: bool = False
+) -> Array:
+    """Whether each element is the number."""
+    return _isin(elements, test_element, invert)
 
 
-_isin(aten.isin.Tensor_Tensor, "elements", "test_elements")
-_isin(aten.isin.Tensor_Scalar, "elements", "test_element")
-_isin(aten.isin.Scalar_Tensor, "element", "test_elements")
+@lowering(aten.isin.Scalar_Tensor)
+def scalar_isin(
+    element: Scalar, test_elements: Array, assume_unique: bool = False, invert: bool = False
+) -> Array:
+    """Whether a number is among the elements."""
+    return _isin(element, test_elements, invert)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import lax
+from jax.typing import DTypeLike
 
-from isthmus._graph.names import aten
-from isthmus._ops.common import Number, accumulation_dtype, cast, divide
+from isthmus._graph.names import aten, prims
+from isthmus._ops.common import Array, DType, Ints, Number, Operand, Scalar, accumulation_dtype, cast, divide
 from isthmus._ops.registry import lowering
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
 from isthmus.errors import Unsupported
-
-Array = Any
 
 
 @lowering(aten.clone.default)
@@ -25,7 +22,7 @@ def clone(self: Array) -> Array:
 
 
 @lowering(aten._to_copy.default)
-def to_copy(self: Array, dtype: Any = None) -> Array:
+def to_copy(self: Array, dtype: DTypeLike | None = None) -> Array:
     """The same elements in another dtype."""
     return self if dtype is None else cast(self, dtype)
 
@@ -36,15 +33,9 @@ def copy(self: Array, src: Array) -> Array:
     return jnp.broadcast_to(cast(src, self.dtype), self.shape)
 
 
-@lowering(aten.fill.Scalar)
-def fill_scalar(self: Array, value: Any) -> Array:
-    """Every element ``value``."""
-    return jnp.broadcast_to(cast(value, self.dtype), self.shape)
-
-
-@lowering(aten.fill.Tensor)
-def fill_tensor(self: Array, value: Array) -> Array:
-    """Every element ``value``, a 0-dim tensor."""
+@lowering(aten.fill.Scalar, aten.fill.Tensor)
+def fill(self: Array, value: Operand) -> Array:
+    """Every element ``value``, a number or a 0-dim tensor."""
     return jnp.broadcast_to(cast(value, self.dtype), self.shape)
 
 
@@ -54,11 +45,11 @@ def zero(self: Array) -> Array:
     return jnp.zeros_like(self)
 
 
-def _default_dtype() -> Any:
+def _default_dtype() -> DType:
     return to_jax_dtype(torch.get_default_dtype())
 
 
-def _dtype_of(value: Any) -> Any:
+def _dtype_of(value: Scalar) -> DType:
     """Return the dtype ``torch.full`` gives a number."""
     kind = value.kind if isinstance(value, Number) else type(value)
     if kind is complex:
@@ -67,155 +58,158 @@ def _dtype_of(value: Any) -> Any:
 
 
 @lowering(aten.full.default)
-def full(size: Any, fill_value: Any, dtype: Any = None) -> Array:
+def full(size: Ints, fill_value: Scalar, dtype: DTypeLike | None = None) -> Array:
     """A new tensor of one number."""
     return jnp.broadcast_to(cast(fill_value, _dtype_of(fill_value) if dtype is None else dtype), tuple(size))
 
 
-@lowering(aten.full_like.default)
-def full_like(self: Array, fill_value: Any, dtype: Any = None) -> Array:
-    """A new tensor of one number in the shape of another."""
-    return jnp.broadcast_to(cast(fill_value, self.dtype if dtype is None else dtype), self.shape)
-
-
-@lowering(aten.new_full.default)
-def new_full(self: Array, size: Any, fill_value: Any, dtype: Any = None) -> Array:
-    """A new tensor of one number in the dtype of another."""
-    return jnp.broadcast_to(cast(fill_value, self.dtype if dtype is None else dtype), tuple(size))
+@lowering(aten.full_like.default, aten.new_full.default)
+def full_like(
+    self: Array, fill_value: Scalar, size: Ints | None = None, dtype: DTypeLike | None = None
+) -> Array:
+    """A new tensor of one number in the dtype of another, and in its shape unless a size is named."""
+    shape = self.shape if size is None else tuple(size)
+    return jnp.broadcast_to(cast(fill_value, self.dtype if dtype is None else dtype), shape)
 
 
 @lowering(aten.zeros.default)
-def zeros(size: Any, dtype: Any = None) -> Array:
+def zeros(size: Ints, dtype: DTypeLike | None = None) -> Array:
     """A new tensor of zeros."""
     return jnp.zeros(tuple(size), _default_dtype() if dtype is None else dtype)
 
 
-def count(length: int, start: Any, step: Any, dtype: Any) -> Array:
+def count(length: int, start: Operand, step: Scalar, dtype: DType) -> Array:
     """Count ``length`` steps; torch counts float32 in double, half types in float and every integer in int64."""
-    wide = accumulation_dtype(dtype) if dtype.itemsize == 2 else jnp.float64
-    wide = wide if jnp.issubdtype(dtype, jnp.inexact) else jnp.int64
-    return cast(cast(start, wide) + cast(step, wide) * jnp.arange(length, dtype=wide), dtype)
+    compute_dtype = accumulation_dtype(dtype) if dtype.itemsize == 2 else jnp.float64
+    compute_dtype = compute_dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.int64
+    return cast(
+        cast(start, compute_dtype) + cast(step, compute_dtype) * jnp.arange(length, dtype=compute_dtype),
+        dtype,
+    )
 
 
 @lowering(aten.arange.start_step, static=("start", "end", "step"))
-def arange(start: Any, end: Any, step: Any = 1, dtype: Any = None) -> Array:
+def arange(start: Operand, end: Operand, step: Scalar = 1, dtype: DTypeLike | None = None) -> Array:
     """The numbers from ``start`` to ``end``; torch says how many they are and of which dtype."""
-    given = None if dtype is None else to_torch_dtype(dtype)
-    shadow = torch.ops.aten.arange.start_step(start, end, step, dtype=given, device="meta")
+    asked = None if dtype is None else to_torch_dtype(dtype)
+    shadow = torch.ops.aten.arange.start_step(start, end, step, dtype=asked, device="meta")
     if shadow.dtype is torch.bool or shadow.dtype.is_complex:
         raise Unsupported(f"torch has no kernel for {shadow.dtype} and says so")
     return count(shadow.shape[0], start, step, to_jax_dtype(shadow.dtype))
 
 
 @lowering(aten.ones.default)
-def ones(size: Any, dtype: Any = None) -> Array:
+def ones(size: Ints, dtype: DTypeLike | None = None) -> Array:
     """A new tensor of ones."""
     return jnp.ones(tuple(size), _default_dtype() if dtype is None else dtype)
 
 
-@lowering(aten.ones_like.default)
-def ones_like(self: Array, dtype: Any = None) -> Array:
-    """A new tensor of ones in the shape of another."""
-    return jnp.ones(self.shape, self.dtype if dtype is None else dtype)
-
-
-@lowering(aten.new_ones.default)
-def new_ones(self: Array, size: Any, dtype: Any = None) -> Array:
-    """A new tensor of ones in the dtype of another."""
-    return jnp.ones(tuple(size), self.dtype if dtype is None else dtype)
+@lowering(aten.ones_like.default, aten.new_ones.default)
+def ones_like(self: Array, size: Ints | None = None, dtype: DTypeLike | None = None) -> Array:
+    """A new tensor of ones in the dtype of another, and in its shape unless a size is named."""
+    return jnp.ones(self.shape if size is None else tuple(size), self.dtype if dtype is None else dtype)
 
 
 @lowering(aten.scalar_tensor.default)
-def scalar_tensor(s: Any, dtype: Any = None) -> Array:
+def scalar_tensor(s: Scalar, dtype: DTypeLike | None = None) -> Array:
     """A number as a 0-dim tensor."""
     return cast(s, _default_dtype() if dtype is None else dtype)
 
 
-@lowering(aten.eye.default)
-def eye(n: int, dtype: Any = None) -> Array:
-    """The identity matrix."""
-    return jnp.eye(n, dtype=_default_dtype() if dtype is None else dtype)
-
-
-@lowering(aten.eye.m)
-def eye_m(n: int, m: int, dtype: Any = None) -> Array:
+@lowering(aten.eye.default, aten.eye.m)
+def eye(n: int, m: int | None = None, dtype: DTypeLike | None = None) -> Array:
     """Ones on the main diagonal of a matrix."""
     return jnp.eye(n, m, dtype=_default_dtype() if dtype is None else dtype)
 
 
-def _spaced(start: Any, end: Any, steps: int, result: Any) -> Array:
+def _spaced(start: Operand, end: Operand, steps: int, result: DType) -> Array:
     """Return evenly spaced numbers, counted from whichever end is nearer so that both ends are exact."""
     if jnp.issubdtype(result, jnp.integer):  # torch makes the ends integers first
         start, end = cast(start, result), cast(end, result)
-    wide = _wide(result)
-    first, last = cast(start, wide), cast(end, wide)
+    compute_dtype = _compute_dtype(result)
+    first, last = cast(start, compute_dtype), cast(end, compute_dtype)
     if steps <= 1:
         return jnp.broadcast_to(first, (steps,))
-    step = divide(last - first, jnp.asarray(steps - 1, wide))
-    at = jnp.arange(steps)
-    return jnp.where(at < steps // 2, first + step * at, last - step * (steps - 1 - at)).astype(wide)
+    step = divide(last - first, jnp.asarray(steps - 1, compute_dtype))
+    index = jnp.arange(steps)
+    return jnp.where(index < steps // 2, first + step * index, last - step * (steps - 1 - index)).astype(
+        compute_dtype
+    )
 
 
-def _result_dtype(dtype: Any, *ends: Any) -> Any:
+def _result_dtype(dtype: DTypeLike | None, *ends: Operand) -> DType:
     if dtype is not None:
         return np.dtype(dtype)
     return _dtype_of(1j) if any(_is_complex(e) for e in ends) else _default_dtype()
 
 
-def _is_complex(end: Any) -> bool:
+def _is_complex(end: Operand) -> bool:
     return end.kind is complex if isinstance(end, Number) else bool(jnp.iscomplexobj(end))
 
 
-def _wide(dtype: Any) -> Any:
+def _compute_dtype(dtype: DType) -> DType:
     return accumulation_dtype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else np.dtype(np.float64)
 
 
-def _linspace(op: Any) -> None:
-    @lowering(op)
-    def lowered(start: Any, end: Any, steps: int, dtype: Any = None) -> Array:
-        result = _result_dtype(dtype, start, end)
-        return cast(_spaced(start, end, steps, result), result)
+@lowering(
+    aten.linspace.default,
+    aten.linspace.Tensor_Tensor,
+    aten.linspace.Tensor_Scalar,
+    aten.linspace.Scalar_Tensor,
+)
+def linspace(start: Operand, end: Operand, steps: int, dtype: DTypeLike | None = None) -> Array:
+    """Evenly spaced numbers from ``start`` to ``end``."""
+    result = _result_dtype(dtype, start, end)
+    return cast(_spaced(start, end, steps, result), result)
 
 
-def _logspace(op: Any) -> None:
-    @lowering(op)
-    def lowered(start: Any, end: Any, steps: int, base: float = 10.0, dtype: Any = None) -> Array:
-        result = _result_dtype(dtype, start, end)
-        exponents = _spaced(start, end, steps, result)
-        return cast(jnp.power(jnp.asarray(base, exponents.dtype), exponents), result)
+@lowering(
+    aten.logspace.default,
+    aten.logspace.Tensor_Tensor,
+    aten.logspace.Tensor_Scalar,
+    aten.logspace.Scalar_Tensor,
+)
+def logspace(
+    start: Operand, end: Operand, steps: int, base: float = 10.0, dtype: DTypeLike | None = None
+) -> Array:
+    """Powers of ``base`` with evenly spaced exponents."""
+    result = _result_dtype(dtype, start, end)
+    exponents = _spaced(start, end, steps, result)
+    return cast(jnp.power(jnp.asarray(base, exponents.dtype), exponents), result)
 
 
-for _overload in ("default", "Tensor_Tensor", "Tensor_Scalar", "Scalar_Tensor"):
-    _linspace(getattr(aten.linspace, _overload))
-    _logspace(getattr(aten.logspace, _overload))
-
-
-def _kaiser(window_length: int, periodic: bool = True, beta: float = 12.0, dtype: Any = None) -> Array:
+@lowering(aten.kaiser_window.default, aten.kaiser_window.periodic, aten.kaiser_window.beta)
+def kaiser_window(
+    window_length: int, periodic: bool = True, beta: float = 12.0, dtype: DTypeLike | None = None
+) -> Array:
     """A Kaiser window; a periodic one is the front of one that is longer by one."""
     result = _result_dtype(dtype)
     if window_length < 2:
         return jnp.ones((window_length,), result)
     half = (window_length if periodic else window_length - 1) / 2
-    at = (jnp.arange(window_length, dtype=_wide(result)) - half) / half
-    inner = beta * jnp.sqrt(jnp.maximum(1 - at * at, 0))
+    x = (jnp.arange(window_length, dtype=_compute_dtype(result)) - half) / half
+    inner = beta * jnp.sqrt(jnp.maximum(1 - x * x, 0))
     # Scaled by exponentials: the plain functions of a large beta would overflow.
     ratio = lax.bessel_i0e(inner) / lax.bessel_i0e(jnp.asarray(beta, inner.dtype))
     return cast(ratio * jnp.exp(jnp.abs(inner) - abs(beta)), result)
 
 
-@lowering(aten.kaiser_window.default)
-def kaiser_window(window_length: int, dtype: Any = None) -> Array:
-    """A periodic Kaiser window with torch's shape."""
-    return _kaiser(window_length, dtype=dtype)
+# Primitive ops that torch's decompositions leave in a graph
 
 
-@lowering(aten.kaiser_window.periodic)
-def kaiser_window_periodic(window_length: int, periodic: bool, dtype: Any = None) -> Array:
-    """A Kaiser window with torch's shape."""
-    return _kaiser(window_length, periodic, dtype=dtype)
+@lowering(prims.iota.default)
+def iota(length: int, start: int, step: int, dtype: DTypeLike, requires_grad: bool = False) -> Array:
+    """Return ``length`` numbers from ``start`` on."""
+    return (jnp.arange(length, dtype=jnp.int64) * step + start).astype(dtype)
 
 
-@lowering(aten.kaiser_window.beta)
-def kaiser_window_beta(window_length: int, periodic: bool, beta: float, dtype: Any = None) -> Array:
-    """A Kaiser window."""
-    return _kaiser(window_length, periodic, beta, dtype)
+@lowering(prims.convert_element_type.default)
+def convert_element_type(a: Array, dtype: DTypeLike) -> Array:
+    """Convert as torch does."""
+    return cast(a, dtype)
+
+
+@lowering(prims.device_put.default)
+def device_put(a: Array) -> Array:
+    """Return the same elements; where they live is not a program's concern."""
+    return a

@@ -5,19 +5,28 @@ Indices are checked, then used: XLA clamps a read and drops a write that is out 
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from types import EllipsisType
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import accumulation_dtype, cast, wrap_dim
+from isthmus._ops.common import Array, DType, Ints, Operand, Scalar, accumulation_dtype, cast, wrap_dim
 from isthmus._ops.registry import lowering
 from isthmus._ops.value_checks import require
 from isthmus.errors import Unsupported
 
-Array = Any
+Indices = list[Array | None]
+"""torch's list of index tensors, where None takes a whole dim."""
+
+
+Position = tuple[Array | slice, ...]
+"""A numpy-style index."""
+Write = Callable[[Array, Position | EllipsisType, Array], Array]
+"""Returns an array with values written, added or reduced into it at a position."""
 
 
 def wrapped(index: Array, size: int, error: type[Exception], message: str) -> Array:
@@ -39,37 +48,37 @@ def outside(dim: int, size: int) -> str:
     return f"index is out of bounds for dimension {dim} with size {size}"
 
 
-def _positions(x: Array, indices: list[Any], check: bool = True) -> tuple[Any, ...]:
+def _positions(x: Array, indices: Indices, check: bool = True) -> Position:
     """Return a numpy-style index for torch's list of tensors, where None takes a whole dim."""
-    found: list[Any] = []
+    positions: list[Array | slice] = []
     for dim, index in enumerate(indices):
         if index is None:
-            found.append(slice(None))
+            positions.append(slice(None))
             continue
         if index.dtype in (jnp.bool_, jnp.uint8):
             raise Unsupported("a mask has a size that depends on its values")
         size = x.shape[dim]
         # With no element to read or write torch does not look at the index.
         if check and x.size:
-            found.append(wrapped(index, size, IndexError, outside(dim, size)))
+            positions.append(wrapped(index, size, IndexError, outside(dim, size)))
         else:
-            found.append(jnp.where(index < 0, index + size, index))
-    return tuple(found)
+            positions.append(jnp.where(index < 0, index + size, index))
+    return tuple(positions)
 
 
 @lowering(aten.index.Tensor)
-def index(self: Array, indices: list[Any]) -> Array:
+def index(self: Array, indices: Indices) -> Array:
     """The elements at the positions that tensors of indices name."""
     return self.at[_positions(self, indices)].get(mode="promise_in_bounds")
 
 
 @lowering(aten._unsafe_index.Tensor)
-def unsafe_index(self: Array, indices: list[Any]) -> Array:
+def unsafe_index(self: Array, indices: Indices) -> Array:
     """The elements at positions that somebody promised are in range."""
     return self.at[_positions(self, indices, check=False)].get(mode="promise_in_bounds")
 
 
-def put_at(x: Array, position: Any, values: Array, accumulate: bool) -> Array:
+def put_at(x: Array, position: Position | EllipsisType, values: Array, accumulate: bool) -> Array:
     """Return ``x`` with values written or added at a position."""
     if values.dtype != x.dtype:
         raise Unsupported("values in another dtype, which torch refuses as well")
@@ -100,61 +109,61 @@ def _put_by_mask(x: Array, dim: int, mask: Array, values: Array, accumulate: boo
     return jnp.where(holds, written, flat).reshape(x.shape)
 
 
-def _index_put(op: Any, check: bool) -> None:
-    @lowering(op)
-    def lowered(self: Array, indices: list[Any], values: Array, accumulate: bool = False) -> Array:
-        present = [(dim, i) for dim, i in enumerate(indices) if i is not None]
-        if not present:
-            return put_at(self, ..., values, accumulate)
-        if len(present) == 1 and present[0][1].dtype == jnp.bool_ and present[0][1].ndim:
-            return _put_by_mask(self, *present[0], values, accumulate)
-        return put_at(self, _positions(self, indices, check), values, accumulate)
+def _index_put(check: bool, self: Array, indices: Indices, values: Array, accumulate: bool = False) -> Array:
+    """Values written or added at the positions that tensors of indices, or one mask, name."""
+    present = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    if not present:
+        return put_at(self, ..., values, accumulate)
+    dim, index = present[0]
+    if len(present) == 1 and index.dtype == jnp.bool_ and index.ndim:
+        return _put_by_mask(self, dim, index, values, accumulate)
+    return put_at(self, _positions(self, indices, check), values, accumulate)
 
 
-_index_put(aten.index_put.default, True)
-_index_put(aten._unsafe_index_put.default, False)
+lowering(aten.index_put.default)(functools.partial(_index_put, True))
+lowering(aten._unsafe_index_put.default)(functools.partial(_index_put, False))
 
 
 @lowering(aten._index_put_impl.default)
 def index_put_impl(
-    self: Array, indices: list[Any], values: Array, accumulate: bool = False, unsafe: bool = False
+    self: Array, indices: Indices, values: Array, accumulate: bool = False, unsafe: bool = False
 ) -> Array:
     """``index_put`` as autograd's backward of an index calls it."""
     return put_at(self, _positions(self, indices, not unsafe), values, accumulate)
 
 
 @lowering(aten._unsafe_masked_index.default)
-def unsafe_masked_index(self: Array, mask: Array, indices: list[Any], fill: Any) -> Array:
+def unsafe_masked_index(self: Array, mask: Array, indices: Indices, fill: Scalar) -> Array:
     """The elements at positions, ``fill`` where the mask is false, whatever the position there."""
     if not self.size:
         return jnp.broadcast_to(cast(fill, self.dtype), _masked_shape(self, mask, indices))
-    found = self.at[_clamped(self, indices)].get(mode="clip")
-    return jnp.where(mask, found, cast(fill, self.dtype))
+    values = self.at[_clamped(self, indices)].get(mode="clip")
+    return jnp.where(mask, values, cast(fill, self.dtype))
 
 
 @lowering(aten._unsafe_masked_index_put_accumulate.default)
-def unsafe_masked_index_put_accumulate(self: Array, mask: Array, indices: list[Any], values: Array) -> Array:
+def unsafe_masked_index_put_accumulate(self: Array, mask: Array, indices: Indices, values: Array) -> Array:
     """Values added at positions where the mask holds."""
     if not self.size:
         return self
-    kept = jnp.where(mask, values, jnp.zeros((), values.dtype))
+    masked = jnp.where(mask, values, jnp.zeros((), values.dtype))
     positions = _clamped(self, indices)
     shape = jax.eval_shape(lambda x: x[positions], self).shape
     # JAX casts values, and drops those that an empty index has no place for; torch refuses both.
-    if values.dtype != self.dtype or jnp.broadcast_shapes(shape, kept.shape) != shape:
-        raise Unsupported(f"no values {values.dtype}{kept.shape} for places {self.dtype}{shape}")
+    if values.dtype != self.dtype or jnp.broadcast_shapes(shape, masked.shape) != shape:
+        raise Unsupported(f"no values {values.dtype}{masked.shape} for places {self.dtype}{shape}")
     place = self.at[positions]
     # The sum of bools is whether any holds.
-    return place.max(kept) if self.dtype == jnp.bool_ else place.add(kept)
+    return place.max(masked) if self.dtype == jnp.bool_ else place.add(masked)
 
 
-def _clamped(x: Array, indices: list[Any]) -> tuple[Any, ...]:
-    found = _positions(x, indices, check=False)
-    sizes = enumerate(found)
+def _clamped(x: Array, indices: Indices) -> Position:
+    positions = _positions(x, indices, check=False)
+    sizes = enumerate(positions)
     return tuple(i if isinstance(i, slice) else jnp.clip(i, 0, x.shape[d] - 1) for d, i in sizes)
 
 
-def _masked_shape(x: Array, mask: Array, indices: list[Any]) -> tuple[int, ...]:
+def _masked_shape(x: Array, mask: Array, indices: Indices) -> tuple[int, ...]:
     shape = jax.eval_shape(lambda a: a[_positions(a, indices, check=False)], jnp.zeros((1,) * x.ndim)).shape
     return jnp.broadcast_shapes(shape, mask.shape)
 
@@ -168,19 +177,19 @@ def gather(self: Array, dim: int, index: Array, sparse_grad: bool = False) -> Ar
     axis = wrap_dim(dim, self.ndim)
     if not index.size:
         return jnp.zeros(index.shape, self.dtype)
-    at = checked(index, self.shape[axis], RuntimeError, outside(axis, self.shape[axis]))
+    places = checked(index, self.shape[axis], RuntimeError, outside(axis, self.shape[axis]))
     within = self[tuple(slice(None) if d == axis else slice(n) for d, n in enumerate(index.shape))]
-    return jnp.take_along_axis(within, at, axis, mode="promise_in_bounds")
+    return jnp.take_along_axis(within, places, axis, mode="promise_in_bounds")
 
 
-def scatter_position(x: Array, axis: int, index: Array) -> tuple[Any, ...]:
+def scatter_position(x: Array, axis: int, index: Array) -> Position:
     """Return the numpy-style index of a scatter: ``index`` along one axis, its own place in the others."""
-    at = checked(index, x.shape[axis], RuntimeError, outside(axis, x.shape[axis]))
+    places = checked(index, x.shape[axis], RuntimeError, outside(axis, x.shape[axis]))
     grid = [
         jax.lax.broadcasted_iota(jnp.int64, (1,) * d + (n,) + (1,) * (index.ndim - d - 1), d)
         for d, n in enumerate(index.shape)
     ]
-    grid[axis] = at
+    grid[axis] = places
     return tuple(grid)
 
 
@@ -188,7 +197,7 @@ def _leading(x: Array, shape: tuple[int, ...]) -> Array:
     return x[tuple(slice(n) for n in shape)]
 
 
-def _scatter(x: Array, dim: int, index: Array, source: Any, write: Any) -> Array:
+def _scatter(x: Array, dim: int, index: Array, source: Operand, write: Write) -> Array:
     """Return ``x`` after ``write(flat or whole x, position, values)`` at the positions of a scatter."""
     if not index.size:
         return x
@@ -203,7 +212,7 @@ def _scatter(x: Array, dim: int, index: Array, source: Any, write: Any) -> Array
     return write(grown, position, values).reshape(x.shape)
 
 
-def _multiply_at(x: Array, position: Any, values: Array) -> Array:
+def _multiply_at(x: Array, position: Position | EllipsisType, values: Array) -> Array:
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint8).at[position].min(values.astype(jnp.uint8)) != 0
     return x.at[position].multiply(values)
@@ -216,27 +225,15 @@ _WRITES = {
 }
 
 
-@lowering(aten.scatter.src)
-def scatter_src(self: Array, dim: int, index: Array, src: Array) -> Array:
-    """``src`` written where an index along one dim says."""
-    return _scatter(self, dim, index, src, _WRITES["set"])
-
-
-@lowering(aten.scatter.value)
-def scatter_value(self: Array, dim: int, index: Array, value: Any) -> Array:
-    """One value written where an index along one dim says."""
-    return _scatter(self, dim, index, value, _WRITES["set"])
-
-
-@lowering(aten.scatter.reduce)
-def scatter_with_reduce(self: Array, dim: int, index: Array, src: Array, reduce: str) -> Array:
-    """``src`` added or multiplied in where an index along one dim says."""
+@lowering(aten.scatter.src, aten.scatter.reduce)
+def scatter(self: Array, dim: int, index: Array, src: Array, reduce: str = "set") -> Array:
+    """``src`` written, added or multiplied in where an index along one dim says."""
     return _scatter(self, dim, index, src, _WRITES[reduce])
 
 
-@lowering(aten.scatter.value_reduce)
-def scatter_value_reduce(self: Array, dim: int, index: Array, value: Any, reduce: str) -> Array:
-    """One value added or multiplied in where an index along one dim says."""
+@lowering(aten.scatter.value, aten.scatter.value_reduce)
+def scatter_value(self: Array, dim: int, index: Array, value: Scalar, reduce: str = "set") -> Array:
+    """One value written, added or multiplied in where an index along one dim says."""
     return _scatter(self, dim, index, value, _WRITES[reduce])
 
 
@@ -246,7 +243,7 @@ def scatter_add(self: Array, dim: int, index: Array, src: Array) -> Array:
     return _scatter(self, dim, index, src, _WRITES["add"])
 
 
-def _identity(reduce: str, dtype: Any) -> Any:
+def _identity(reduce: str, dtype: DType) -> float:
     if reduce in ("sum", "mean"):
         return 0
     if reduce == "prod":
@@ -255,33 +252,34 @@ def _identity(reduce: str, dtype: Any) -> Any:
         return -jnp.inf if reduce == "amax" else jnp.inf
     if dtype == jnp.bool_:
         return reduce != "amax"
-    limits = np.iinfo(dtype)
+    limits = jnp.iinfo(dtype)
     return limits.min if reduce == "amax" else limits.max
 
 
-def reduce_at(x: Array, position: Any, values: Array, reduce: str, include_self: bool) -> Array:
+def reduce_at(
+    x: Array, position: Position | EllipsisType, values: Array, reduce: str, include_self: bool
+) -> Array:
     """Return ``x`` with values reduced into it at a position, its own elements taking part or not."""
     if x.dtype == jnp.bool_:
-        wide = reduce_at(x.astype(jnp.uint8), position, values.astype(jnp.uint8), reduce, include_self)
-        return wide != 0
+        return reduce_at(x.astype(jnp.uint8), position, values.astype(jnp.uint8), reduce, include_self) != 0
     start = x
     if not include_self:
         touched = jnp.zeros(x.shape, bool).at[position].set(True)
         start = jnp.where(touched, jnp.array(_identity(reduce, x.dtype), x.dtype), x)
-    at = start.at[position]
+    target = start.at[position]
     if reduce == "prod":
-        return at.multiply(values)
+        return target.multiply(values)
     if reduce in ("amax", "amin"):
-        return at.max(values) if reduce == "amax" else at.min(values)
-    added = at.add(values)
+        return target.max(values) if reduce == "amax" else target.min(values)
+    added = target.add(values)
     if reduce == "sum":
         return added
     hits = jnp.full(x.shape, int(include_self), jnp.int64).at[position].add(1)
     hits = jnp.maximum(hits, 1)
     if jnp.issubdtype(x.dtype, jnp.integer):
         return jnp.floor_divide(added, hits.astype(x.dtype))
-    wide = accumulation_dtype(x.dtype)
-    return cast(added.astype(wide) / hits.astype(wide), x.dtype)
+    dtype = accumulation_dtype(x.dtype)
+    return cast(added.astype(dtype) / hits.astype(dtype), x.dtype)
 
 
 @lowering(aten.scatter_reduce.two)
@@ -289,10 +287,12 @@ def scatter_reduce(
     self: Array, dim: int, index: Array, src: Array, reduce: str, include_self: bool = True
 ) -> Array:
     """``src`` reduced into ``self`` where an index along one dim says."""
-    return _scatter(self, dim, index, src, lambda x, at, v: reduce_at(x, at, v, reduce, include_self))
+    return _scatter(
+        self, dim, index, src, lambda x, position, v: reduce_at(x, position, v, reduce, include_self)
+    )
 
 
-def _along(axis: int, index: Array) -> tuple[Any, ...]:
+def _along(axis: int, index: Array) -> Position:
     return (slice(None),) * axis + (index,)
 
 
@@ -305,31 +305,31 @@ def _lined_up(x: Array, dim: int) -> tuple[Array, int]:
 def index_select(self: Array, dim: int, index: Array) -> Array:
     """The slices that an index along one dim picks."""
     whole, axis = _lined_up(self, dim)
-    at = checked(index.reshape(-1), whole.shape[axis], IndexError, "index out of range in self")
-    found = whole.at[_along(axis, at)].get(mode="promise_in_bounds")
-    return found if self.ndim else found.reshape(())
+    places = checked(index.reshape(-1), whole.shape[axis], IndexError, "index out of range in self")
+    slices = whole.at[_along(axis, places)].get(mode="promise_in_bounds")
+    return slices if self.ndim else slices.reshape(())
 
 
 def _index_write(
     x: Array,
     dim: int,
     index: Array,
-    source: Any,
+    source: Operand,
     message: str,
-    write: Any,
+    write: Write,
     error: type[Exception] = IndexError,
 ) -> Array:
     """Return ``x`` after ``write(x, position, values)`` on slices along a dim."""
     whole, axis = _lined_up(x, dim)
-    at = checked(index.reshape(-1), whole.shape[axis], error, message)
+    places = checked(index.reshape(-1), whole.shape[axis], error, message)
     values = cast(source, x.dtype)
-    shape = tuple(at.size if d == axis else n for d, n in enumerate(whole.shape))
+    shape = tuple(places.size if d == axis else n for d, n in enumerate(whole.shape))
     values = values.reshape(shape) if values.size == np.prod(shape) else jnp.broadcast_to(values, shape)
-    return write(whole, _along(axis, at), values).reshape(x.shape)
+    return write(whole, _along(axis, places), values).reshape(x.shape)
 
 
 @lowering(aten.index_add.default)
-def index_add(self: Array, dim: int, index: Array, source: Array, alpha: Any = 1) -> Array:
+def index_add(self: Array, dim: int, index: Array, source: Array, alpha: Scalar = 1) -> Array:
     """Slices added to those an index along one dim names."""
     if source.ndim != self.ndim and self.ndim and source.ndim:
         raise Unsupported(f"a source of {source.ndim} dims added to {self.ndim}")
@@ -354,23 +354,19 @@ def index_reduce(
 ) -> Array:
     """Slices reduced into those an index along one dim names."""
 
-    def write(x: Array, position: Any, values: Array) -> Array:
+    def write(x: Array, position: Position | EllipsisType, values: Array) -> Array:
         return reduce_at(x, position, values, reduce, include_self)
 
     return _index_write(self, dim, index, source, "index out of range in self", write)
 
 
-def _index_fill(op: Any) -> None:
-    @lowering(op)
-    def lowered(self: Array, dim: int, index: Array, value: Any) -> Array:
-        whole, axis = _lined_up(self, dim)
-        size = whole.shape[axis]
-        at = wrapped(index.reshape(-1), size, IndexError, outside(axis, size))
-        return whole.at[_along(axis, at)].set(cast(value, self.dtype)).reshape(self.shape)
-
-
-_index_fill(aten.index_fill.int_Scalar)
-_index_fill(aten.index_fill.int_Tensor)
+@lowering(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
+def index_fill(self: Array, dim: int, index: Array, value: Operand) -> Array:
+    """One value written over the slices that an index along one dim names."""
+    whole, axis = _lined_up(self, dim)
+    size = whole.shape[axis]
+    places = wrapped(index.reshape(-1), size, IndexError, outside(axis, size))
+    return whole.at[_along(axis, places)].set(cast(value, self.dtype)).reshape(self.shape)
 
 
 def _flat_position(x: Array, index: Array) -> Array:
@@ -392,7 +388,7 @@ def put(self: Array, index: Array, source: Array, accumulate: bool = False) -> A
     if not index.size:
         return self
     position = _flat_position(self, index).reshape(-1)
-    return put_at(self.reshape(-1), position, source.reshape(-1), accumulate).reshape(self.shape)
+    return put_at(self.reshape(-1), (position,), source.reshape(-1), accumulate).reshape(self.shape)
 
 
 def _rank_in_mask(mask: Array) -> Array:
@@ -415,7 +411,7 @@ def masked_scatter(self: Array, mask: Array, source: Array) -> Array:
 
 
 @lowering(aten.masked_scatter_backward.default)
-def masked_scatter_backward(grad_output: Array, mask: Array, sizes: Any) -> Array:
+def masked_scatter_backward(grad_output: Array, mask: Array, sizes: Ints) -> Array:
     """The gradient of ``masked_scatter`` for its source: what the mask let through, then zeros."""
     shape = jnp.broadcast_shapes(grad_output.shape, mask.shape)
     holds = jnp.broadcast_to(mask, shape)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from types import EllipsisType
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import NO_OPMATH, Number, cast, promote, wrap_dim
+from isthmus._ops.common import NO_OPMATH, Array, Ints, Number, Scalar, cast, promote, transpose_of, wrap_dim
 from isthmus._ops.registry import lowering
 from isthmus._ops.value_checks import require
 
-Array = Any
+Position = tuple[EllipsisType, np.ndarray, np.ndarray]
 
 
 @lowering(aten.cat.default)
@@ -22,8 +25,8 @@ def cat(tensors: list[Array], dim: int = 0) -> Array:
     """Tensors joined along a dim, in the dtype they promote to."""
     _, dtype = promote(*tensors, kind=NO_OPMATH)
     # Since before it had empty tensors of other shapes, torch skips a tensor of shape (0,).
-    kept = [t for t in tensors if t.shape != (0,)] or tensors[:1]
-    return jnp.concatenate([cast(t, dtype) for t in kept], wrap_dim(dim, kept[0].ndim))
+    joined = [t for t in tensors if t.shape != (0,)] or tensors[:1]
+    return jnp.concatenate([cast(t, dtype) for t in joined], wrap_dim(dim, joined[0].ndim))
 
 
 @lowering(aten.stack.default)
@@ -34,13 +37,13 @@ def stack(tensors: list[Array], dim: int = 0) -> Array:
 
 
 @lowering(aten.flip.default)
-def flip(self: Array, dims: Any) -> Array:
+def flip(self: Array, dims: Ints) -> Array:
     """The elements in reverse order along dims."""
     return jnp.flip(self, tuple(wrap_dim(d, self.ndim) for d in dims)) if self.ndim else self
 
 
 @lowering(aten.roll.default)
-def roll(self: Array, shifts: Any, dims: Any = ()) -> Array:
+def roll(self: Array, shifts: Ints, dims: Ints = ()) -> Array:
     """The elements moved along dims, those pushed out coming in at the other end."""
     if not self.size or not self.ndim:
         return self
@@ -50,13 +53,13 @@ def roll(self: Array, shifts: Any, dims: Any = ()) -> Array:
 
 
 @lowering(aten.repeat.default)
-def repeat(self: Array, repeats: Any) -> Array:
+def repeat(self: Array, repeats: Ints) -> Array:
     """The tensor laid side by side along every dim."""
     return jnp.tile(self, tuple(repeats))
 
 
 @lowering(aten.constant_pad_nd.default)
-def constant_pad_nd(self: Array, pad: Any, value: Any = 0) -> Array:
+def constant_pad_nd(self: Array, pad: Ints, value: Scalar = 0) -> Array:
     """The tensor with a border of one value; a negative width cuts off."""
     widths = [(0, 0, 0)] * self.ndim
     for i in range(len(pad) // 2):
@@ -64,7 +67,7 @@ def constant_pad_nd(self: Array, pad: Any, value: Any = 0) -> Array:
     return jax.lax.pad(self, cast(value, self.dtype), widths)
 
 
-def _padded(x: Array, padding: Any, mode: str) -> Array:
+def _padded(x: Array, padding: Ints, mode: str) -> Array:
     """Return ``x`` padded along its last dims; a negative width cuts off."""
     rank = len(padding) // 2
     widths = [(0, 0)] * (x.ndim - rank) + [
@@ -79,22 +82,20 @@ def _padded(x: Array, padding: Any, mode: str) -> Array:
     return jnp.pad(x[cuts], [(max(a, 0), max(b, 0)) for a, b in widths], mode=mode)
 
 
-def _border(name: str, mode: str) -> None:
-    """File a padding by what is inside, and its gradient, which is its transpose."""
+def _border(mode: str, self: Array, padding: Ints) -> Array:
+    """A border of what is inside: reflected, or its edge repeated."""
+    return _padded(self, padding, mode)
 
-    @lowering(getattr(aten, name).default)
-    def forward(self: Array, padding: Any) -> Array:
-        return _padded(self, padding, mode)
 
-    @lowering(getattr(aten, f"{name}_backward").default)
-    def backward(grad_output: Array, self: Array, padding: Any) -> Array:
-        (grad,) = jax.linear_transpose(lambda x: _padded(x, padding, mode), self)(grad_output)
-        return grad
+def _border_backward(mode: str, grad_output: Array, self: Array, padding: Ints) -> Array:
+    """The gradient of a padding, its transpose."""
+    return transpose_of(lambda x: _padded(x, padding, mode), self.shape, self.dtype, grad_output)
 
 
 for _rank in (1, 2, 3):
-    _border(f"reflection_pad{_rank}d", "reflect")
-    _border(f"replication_pad{_rank}d", "edge")
+    for _name, _mode in ((f"reflection_pad{_rank}d", "reflect"), (f"replication_pad{_rank}d", "edge")):
+        lowering(getattr(aten, _name).default)(functools.partial(_border, _mode))
+        lowering(getattr(aten, f"{_name}_backward").default)(functools.partial(_border_backward, _mode))
 
 
 @lowering(aten.tril.default)
@@ -109,31 +110,36 @@ def triu(self: Array, diagonal: int = 0) -> Array:
     return jnp.triu(self, diagonal)
 
 
-def _triangle(op: Any, fn: Any) -> None:
-    @lowering(op)
-    def lowered(row: int, col: int, offset: int = 0, dtype: Any = None) -> Array:
-        # The schema's default is torch's number for int64.
-        dtype = np.int64 if dtype is None or isinstance(dtype, int) else dtype
-        return jnp.stack([jnp.asarray(i.astype(dtype)) for i in fn(row, offset, col)])
+def _triangle(
+    indices: Callable[[int, int, int], tuple[np.ndarray, np.ndarray]],
+    row: int,
+    col: int,
+    offset: int = 0,
+    dtype: DTypeLike | int | None = None,
+) -> Array:
+    """Rows and columns of the elements of a triangle."""
+    # The schema's default is torch's number for int64.
+    dtype = np.int64 if dtype is None or isinstance(dtype, int) else dtype
+    return jnp.stack([jnp.asarray(i.astype(dtype)) for i in indices(row, offset, col)])
 
 
-_triangle(aten.tril_indices.default, np.tril_indices)
-_triangle(aten.triu_indices.default, np.triu_indices)
+lowering(aten.tril_indices.default)(functools.partial(_triangle, np.tril_indices))
+lowering(aten.triu_indices.default)(functools.partial(_triangle, np.triu_indices))
 
 
-def _on_diagonal(shape: Any, offset: int, dim1: int, dim2: int) -> tuple[Any, list[int]]:
+def _on_diagonal(shape: Ints, offset: int, dim1: int, dim2: int) -> tuple[Position, list[int]]:
     """Return the index of a diagonal with its two dims moved last, and the dims in that order."""
     first, second = wrap_dim(dim1, len(shape)), wrap_dim(dim2, len(shape))
     order = [d for d in range(len(shape)) if d not in (first, second)] + [first, second]
     down, right = max(-offset, 0), max(offset, 0)
     count = max(min(shape[first] - down, shape[second] - right), 0)
-    at = np.arange(count)
-    return (..., at + down, at + right), order
+    steps = np.arange(count)
+    return (..., steps + down, steps + right), order
 
 
 def _write_diagonal(x: Array, src: Array, offset: int, dim1: int, dim2: int) -> Array:
-    at, order = _on_diagonal(x.shape, offset, dim1, dim2)
-    written = x.transpose(order).at[at].set(cast(src, x.dtype), unique_indices=True)
+    position, order = _on_diagonal(x.shape, offset, dim1, dim2)
+    written = x.transpose(order).at[position].set(cast(src, x.dtype), unique_indices=True)
     return written.transpose(tuple(int(i) for i in np.argsort(order)))
 
 
@@ -154,49 +160,49 @@ def diagonal_scatter(self: Array, src: Array, offset: int = 0, dim1: int = 0, di
 
 
 @lowering(aten.diagonal_backward.default)
-def diagonal_backward(grad_output: Array, input_sizes: Any, offset: int, dim1: int, dim2: int) -> Array:
+def diagonal_backward(grad_output: Array, input_sizes: Ints, offset: int, dim1: int, dim2: int) -> Array:
     """Zeros with the gradient on a diagonal."""
     return _write_diagonal(jnp.zeros(tuple(input_sizes), grad_output.dtype), grad_output, offset, dim1, dim2)
 
 
-def _index_from_front(index: Any, size: int) -> Array:
+def _index_from_front(index: Number | int, size: int) -> Array:
     """Return an index known at run time or before, counted from the front."""
     value = index.value if isinstance(index, Number) else jnp.asarray(index, jnp.int64)
     return jnp.where(value < 0, value + size, value)
 
 
-def _write_slice(x: Array, part: Array, dim: int, index: Any) -> Array:
+def _write_slice(x: Array, part: Array, dim: int, index: Number | int) -> Array:
     axis = wrap_dim(dim, x.ndim)
-    at = _index_from_front(index, x.shape[axis])
-    return jax.lax.dynamic_update_index_in_dim(x, cast(part, x.dtype), at, axis)
+    start = _index_from_front(index, x.shape[axis])
+    return jax.lax.dynamic_update_index_in_dim(x, cast(part, x.dtype), start, axis)
 
 
-def _write_slices(x: Array, part: Array, dim: int, start: Any, step: int) -> Array:
+def _write_slices(x: Array, part: Array, dim: int, start: Number | int | None, step: int) -> Array:
     """Return ``x`` with every ``step``-th slice from ``start`` replaced by those of ``part``."""
     axis = wrap_dim(dim, x.ndim)
     if not part.size:
         return x
-    at = _index_from_front(0 if start is None else start, x.shape[axis])
+    first = _index_from_front(0 if start is None else start, x.shape[axis])
     part = cast(part, x.dtype)
     if step == 1:
-        return jax.lax.dynamic_update_slice_in_dim(x, part, jnp.maximum(at, 0), axis)
-    position = jnp.maximum(at, 0) + step * jnp.arange(part.shape[axis])
+        return jax.lax.dynamic_update_slice_in_dim(x, part, jnp.maximum(first, 0), axis)
+    position = jnp.maximum(first, 0) + step * jnp.arange(part.shape[axis])
     index = (slice(None),) * axis + (position,)
     return x.at[index].set(part, unique_indices=True, indices_are_sorted=True)
 
 
 @lowering(aten.select_scatter.default, dynamic=["index"])
-def select_scatter(self: Array, src: Array, dim: int, index: Any) -> Array:
+def select_scatter(self: Array, src: Array, dim: int, index: Number | int) -> Array:
     """The tensor with one slice replaced."""
     axis = wrap_dim(dim, self.ndim)
-    size, at = self.shape[axis], index.value if isinstance(index, Number) else index
+    size, position = self.shape[axis], index.value if isinstance(index, Number) else index
     message = f"select(): index out of range for tensor of size {list(self.shape)} at dimension {axis}"
-    require((at >= -size) & (at < size), IndexError, message)
+    require((position >= -size) & (position < size), IndexError, message)
     return _write_slice(self, src, dim, index)
 
 
 @lowering(aten.select_backward.default, dynamic=["index"])
-def select_backward(grad_output: Array, input_sizes: Any, dim: int, index: Any) -> Array:
+def select_backward(grad_output: Array, input_sizes: Ints, dim: int, index: Number | int) -> Array:
     """Zeros with the gradient in one slice; which one is a run-time value, so time steps share a program."""
     return _write_slice(jnp.zeros(tuple(input_sizes), grad_output.dtype), grad_output, dim, index)
 
@@ -210,24 +216,31 @@ def slice_scatter(
 
 
 @lowering(aten.slice_backward.default, dynamic=["start", "end"])
-def slice_backward(grad_output: Array, input_sizes: Any, dim: int, start: Any, end: Any, step: int) -> Array:
+def slice_backward(
+    grad_output: Array,
+    input_sizes: Ints,
+    dim: int,
+    start: Number | int | None,
+    end: Number | int | None,
+    step: int,
+) -> Array:
     """Zeros with the gradient in a range of slices, whose start is a run-time value."""
     return _write_slices(jnp.zeros(tuple(input_sizes), grad_output.dtype), grad_output, dim, start, step)
 
 
 @lowering(aten.unfold_backward.default)
-def unfold_backward(grad_in: Array, input_sizes: Any, dim: int, size: int, step: int) -> Array:
+def unfold_backward(grad_in: Array, input_sizes: Ints, dim: int, size: int, step: int) -> Array:
     """The gradients of windows along a dim, added up where windows overlap."""
     if not input_sizes:
         return grad_in.reshape(())
     axis = wrap_dim(dim, len(input_sizes))
-    at = (np.arange(grad_in.shape[axis]) * step)[:, None] + np.arange(size)
+    windows = (np.arange(grad_in.shape[axis]) * step)[:, None] + np.arange(size)
     grads = jnp.moveaxis(grad_in, -1, axis + 1)
-    index = (slice(None),) * axis + (at,)
+    index = (slice(None),) * axis + (windows,)
     return jnp.zeros(tuple(input_sizes), grad_in.dtype).at[index].add(grads)
 
 
-def _patches(x: Array, kernel: Any, dilation: Any, padding: Any, stride: Any) -> Array:
+def _patches(x: Array, kernel: Ints, dilation: Ints, padding: Ints, stride: Ints) -> Array:
     """Return the windows of images as columns: (batch, channels * kernel, positions)."""
     padded = jnp.pad(x, [(0, 0), (0, 0), (padding[0], padding[0]), (padding[1], padding[1])])
     counts = [(padded.shape[2 + d] - dilation[d] * (kernel[d] - 1) - 1) // stride[d] + 1 for d in (0, 1)]
@@ -242,24 +255,25 @@ def _patches(x: Array, kernel: Any, dilation: Any, padding: Any, stride: Any) ->
 
 
 @lowering(aten.im2col.default)
-def im2col(self: Array, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Array:
+def im2col(self: Array, kernel_size: Ints, dilation: Ints, padding: Ints, stride: Ints) -> Array:
     """The windows of an image, or a batch of them, as columns."""
     images = self if self.ndim == 4 else self[None]
-    found = _patches(images, kernel_size, dilation, padding, stride)
-    return found if self.ndim == 4 else found[0]
+    columns = _patches(images, kernel_size, dilation, padding, stride)
+    return columns if self.ndim == 4 else columns[0]
 
 
 @lowering(aten.col2im.default)
 def col2im(
-    self: Array, output_size: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any
+    self: Array, output_size: Ints, kernel_size: Ints, dilation: Ints, padding: Ints, stride: Ints
 ) -> Array:
     """Columns added up into images: the transpose of ``im2col``."""
     columns = self if self.ndim == 3 else self[None]
     channels = columns.shape[1] // math.prod(kernel_size)
-    image = jax.ShapeDtypeStruct((columns.shape[0], channels, *output_size), self.dtype)
-    transpose = jax.linear_transpose(lambda x: _patches(x, kernel_size, dilation, padding, stride), image)
-    (found,) = transpose(columns)
-    return found if self.ndim == 3 else found[0]
+    shape = (columns.shape[0], channels, *output_size)
+    images = transpose_of(
+        lambda x: _patches(x, kernel_size, dilation, padding, stride), shape, self.dtype, columns
+    )
+    return images if self.ndim == 3 else images[0]
 
 
 @lowering(aten.channel_shuffle.default)

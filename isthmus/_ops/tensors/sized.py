@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import cast
+from isthmus._ops.common import Array, Ints, cast
 from isthmus._ops.reductions.sorting import sort_with_indices
 from isthmus._ops.registry import lowering
-
-Array = Any
 
 
 def _count(self: Array) -> Array:
@@ -45,8 +41,8 @@ def masked_select(self: Array, mask: Array, size: int) -> Array:
     """The elements where the mask holds, in row-major order."""
     shape = jnp.broadcast_shapes(self.shape, mask.shape)
     flat = jnp.broadcast_to(self, shape).reshape(-1)
-    (at,) = jnp.nonzero(jnp.broadcast_to(mask, shape).reshape(-1), size=size)
-    return flat[at]
+    (places,) = jnp.nonzero(jnp.broadcast_to(mask, shape).reshape(-1), size=size)
+    return flat[places]
 
 
 def _starts(differs: Array, count: int) -> Array:
@@ -64,7 +60,7 @@ def _groups(starts: Array, order: Array | None, size: int) -> tuple[Array, Array
 
 
 def _answers(
-    values: Array, groups: Any, shape: Any, inverse: bool, counts: bool
+    values: Array, groups: tuple[Array, Array, Array], shape: Ints, inverse: bool, counts: bool
 ) -> tuple[Array, Array, Array]:
     nothing = jnp.zeros(0, jnp.int64)
     return values, groups[1].reshape(shape) if inverse else nothing, groups[2] if counts else nothing
@@ -75,14 +71,14 @@ def _sorted_starts(flat: Array) -> tuple[Array, Array]:
     return _starts(ordered[1:] != ordered[:-1], flat.size), order
 
 
-def _count_unique(self: Array, **_: Any) -> Array:
+def _count_unique(self: Array, **_: object) -> Array:
     return _sorted_starts(self.reshape(-1))[0].sum()
 
 
 @lowering(aten._unique2.default, size=_count_unique)
 def unique(
     self: Array, size: int, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False
-) -> Any:
+) -> tuple[Array, ...]:
     """The distinct elements in order, which of them each element is, and how often each occurs."""
     flat = self.reshape(-1)
     starts, order = _sorted_starts(flat)
@@ -91,7 +87,9 @@ def unique(
 
 
 @lowering(aten._unique.default, size=_count_unique)
-def old_unique(self: Array, size: int, sorted: bool = True, return_inverse: bool = False) -> Any:
+def old_unique(
+    self: Array, size: int, sorted: bool = True, return_inverse: bool = False
+) -> tuple[Array, ...]:
     """The distinct elements in order, and which of them each element is."""
     return unique(self, size, sorted, return_inverse)[:2]
 
@@ -111,29 +109,26 @@ def _sorted_rows(rows: Array) -> tuple[Array, Array]:
     if not rows.size:
         return jnp.zeros(0, bool), jnp.zeros(0, int)
 
-    def by_column(i: Any, order: Array) -> Array:
+    def by_column(i: Array, order: Array) -> Array:
         column = jax.lax.dynamic_index_in_dim(rows, columns - 1 - i, 1, keepdims=False)
-        _, at = sort_with_indices(column[order], 0)
-        return order[at]
+        _, places = sort_with_indices(column[order], 0)
+        return order[places]
 
     order = jax.lax.fori_loop(0, columns, by_column, jnp.arange(rows.shape[0]))
     ordered = rows[order]
     return _starts((ordered[1:] != ordered[:-1]).any(1), rows.shape[0]), order
 
 
-def _count_unique_dim(self: Array, dim: int, **_: Any) -> Array:
+def _count_unique_dim(self: Array, dim: int, **_: object) -> Array:
     return _sorted_rows(_rows(self, dim))[0].sum()
 
 
-@lowering(aten.unique_dim.default, size=_count_unique_dim)
-def unique_dim(
-    self: Array,
-    dim: int,
-    size: int,
-    sorted: bool = True,
-    return_inverse: bool = False,
-    return_counts: bool = False,
-) -> Any:
+@lowering(
+    aten.unique_dim.default,
+    size=_count_unique_dim,
+    ignores=("sorted", "return_inverse", "return_counts"),
+)
+def unique_dim(self: Array, dim: int, size: int) -> tuple[Array, ...]:
     """The distinct slices along a dim in lexicographic order; the inverse and the counts are always there."""
     starts, order = _sorted_rows(_rows(self, dim))
     groups = _groups(starts, order, size)
@@ -145,14 +140,14 @@ def _runs(x: Array, dim: int | None) -> Array:
     return _starts((rows[1:] != rows[:-1]).any(1), rows.shape[0])
 
 
-def _count_runs(self: Array, dim: int | None = None, **_: Any) -> Array:
+def _count_runs(self: Array, dim: int | None = None, **_: object) -> Array:
     return _runs(self, dim).sum()
 
 
 @lowering(aten.unique_consecutive.default, size=_count_runs)
 def unique_consecutive(
     self: Array, size: int, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
-) -> Any:
+) -> tuple[Array, ...]:
     """The first of every run of equal elements or slices."""
     groups = _groups(_runs(self, dim), None, size)
     values = self.reshape(-1)[groups[0]] if dim is None else jnp.take(self, groups[0], dim)
@@ -160,7 +155,7 @@ def unique_consecutive(
     return _answers(values, groups, shape, return_inverse, return_counts)
 
 
-def _count_bins(self: Array, minlength: int = 0, **_: Any) -> Array:
+def _count_bins(self: Array, minlength: int = 0, **_: object) -> Array:
     if not self.size:
         return jnp.asarray(minlength)
     # A negative size says that an element was negative, which the lowering then refuses.
@@ -180,7 +175,7 @@ def bincount(self: Array, size: int, weights: Array | None = None, minlength: in
     return jnp.zeros(size, dtype).at[self].add(cast(weights, dtype))
 
 
-def _count_repeats(repeats: Array, **_: Any) -> Array:
+def _count_repeats(repeats: Array, **_: object) -> Array:
     if not repeats.size:
         return jnp.zeros((), jnp.int64)
     return jnp.where(repeats.min() < 0, -1, repeats.sum())

@@ -1,10 +1,11 @@
-"""Compiled gradients of log-softmax and cross-entropy: CPU torch's, and no second array as large as the logits kept."""
+"""Gradients of log-softmax and cross-entropy in every mode: CPU torch's, and no second array as large as the logits."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from isthmus._dynamo import backend, cross_entropy_pass
+import isthmus
+from isthmus._dynamo import backend
 
 LOSSES = {
     "mean": {},
@@ -55,23 +56,45 @@ def kept(monkeypatch):
 
 
 def cases():
-    """Return every loss with every shape; one of each in ``make test``."""
+    """Return every loss with every shape in every mode; one of each in ``make test``."""
     for at, name in enumerate(LOSSES):
         for other, shape in enumerate(SHAPES):
-            often = other == 0 or at in (0, 5)
-            yield pytest.param(name, shape, marks=[] if often else pytest.mark.slow, id=f"{name}, {shape}")
+            for mode in ("compile", "lazy", "jit"):
+                often = other == 0 or (at in (0, 5) and mode == "compile")
+                marks = [] if often else pytest.mark.slow
+                yield pytest.param(name, shape, mode, marks=marks, id=f"{name}, {shape}, {mode}")
 
 
-@pytest.mark.parametrize(("name", "shape"), cases())
+def in_mode(mode, function, *args):
+    """Return a loss and the gradient for its first argument, computed on the device in a mode."""
+    if mode == "compile":
+        return gradient(torch.compile(function, backend="isthmus"), "jax", *args)
+    if mode == "lazy":
+        with isthmus.lazy():
+            return gradient(function, "jax", *args)
+
+    @isthmus.jit
+    def step(x, *others):
+        loss = function(x, *others)
+        return loss.detach(), torch.autograd.grad(loss, x)[0]
+
+    x, *others = [arg.to("jax") for arg in args]
+    x = x.requires_grad_()
+    for _ in range(2):  # recorded, then replayed
+        loss, grad = step(x, *others)
+    return loss.cpu(), grad.cpu()
+
+
+@pytest.mark.parametrize(("name", "shape", "mode"), cases())
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_cross_entropy_is_the_cpus(name, shape):
+def test_cross_entropy_is_the_cpus(name, shape, mode):
     torch.manual_seed(0)
     function = loss_of(LOSSES[name])
     classes = shape[0] if len(shape) == 1 else shape[1]
     targets = torch.randint(classes, shape[:1] * (len(shape) > 1) + shape[2:])
     args = torch.randn(shape), targets, torch.rand(classes)
     wanted = gradient(function, "cpu", *args)
-    found = gradient(torch.compile(function, backend="isthmus"), "jax", *args)
+    found = in_mode(mode, function, *args)
     torch.testing.assert_close(found, wanted, equal_nan=True)
 
 
@@ -177,11 +200,11 @@ def test_targets_out_of_bounds_are_refused():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_functions_run_outside_of_programs_too(dtype):
     x, y = torch.randn(4, 5, dtype=dtype), torch.randint(5, (4,))
-    result, largest, total = cross_entropy_pass.log_softmax(x, 1, False)
+    result, largest, total = torch.ops.isthmus.log_softmax_with_sums(x, 1, False)
     torch.testing.assert_close(result, F.log_softmax(x, 1))
     wanted = gradient(lambda x, y: F.cross_entropy(x, y), "cpu", x, y)[1]
     one, count = torch.ones((), dtype=dtype), torch.tensor(4, dtype=dtype)
-    found = cross_entropy_pass.cross_entropy_gradient(
+    found = torch.ops.isthmus.cross_entropy_gradient(
         x, largest, total, 1, dtype, one, y, None, 1, -100, count
     )
     torch.testing.assert_close(found, wanted)

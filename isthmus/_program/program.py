@@ -1,0 +1,228 @@
+"""``CompiledProgram``: a graph, compiled by XLA, with explicit slots for what goes in and comes out.
+
+Lazy mode and ``isthmus.jit`` (``_lazy/programs.py``) and ``torch.compile`` (``_dynamo/specialization.py``) make one
+from a ``Graph``; they differ in how they get the graph and in how they hand results back. A program is called with
+
+    state, array slots, number packs, moving offsets, draws, check code
+
+and returns
+
+    new state, result slots, check code (only where the graph has value checks)
+
+- **State** stays with the program between runs and is always donated: an input leaf of the graph is replaced by an
+  output (``StateLayout.pairs``). Many small arrays travel as one bundle (``resident_state.Packing``).
+- **Array slots** are the other array leaves, in the caller's order; a slot may be a tuple of leaves (a tensor that
+  holds everything forward saved for backward). Slots in ``donate`` are donated.
+- **Numbers** of one dtype are one array: a learning rate that changes does not recompile. **Offsets** say where views
+  start; those that have never changed are compiled in (``constants``), the others are one array. **Draws** are the
+  (seed, offset) words of random calls.
+- The **check code** is 0 while every value check has held, else the number of the first that failed, in this run or in
+  an earlier run whose code has not been read (``value_checks.Conditions``).
+
+Tracing is pure: ``_trace`` returns the outputs together with the errors and nodes of the value checks, and the program
+is complete when ``__init__`` returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from isthmus._device.checks.value_checks import Conditions
+from isthmus._device.core.resident_state import Packing
+from isthmus._graph.graph import Graph
+from isthmus._graph.nodes import Leaf, Node, Type
+from isthmus._ops.common import Number
+from isthmus._program import evaluate
+from isthmus._runtime import compiler
+from isthmus._runtime.dtypes import to_jax_dtype
+from isthmus._runtime.host_arrays import from_numpy
+from isthmus._runtime.traced_results import separated
+
+Array = jax.Array
+Places = int | tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """Which array leaves are state, each with the output that takes its place, and whether small ones are bundled."""
+
+    pairs: tuple[tuple[int, int], ...] = ()
+    bundled: bool = True
+
+
+STATELESS = StateLayout()
+
+
+class CheckedConditions(Conditions):
+    """Value checks whose errors name the line that recorded the op, where it is known."""
+
+    def __init__(self, errors: Sequence[tuple[type[Exception], str]], nodes: Sequence[Node]) -> None:
+        super().__init__()
+        self.errors, self.nodes = errors, nodes
+        self.lines: Mapping[Node, str] = {}
+
+    def error(self, at: int) -> Exception:
+        """Return the exception for one of the checks."""
+        error, message = self.errors[at]
+        line = self.lines.get(self.nodes[at])
+        return error(f"{message} (recorded at {line})" if line else message)
+
+
+class CompiledProgram:
+    """A graph compiled by XLA: see the module for what it takes and returns.
+
+    Arguments:
+        graph: what to compute; its array leaves are numbered as the caller's slots say.
+        arrays: the type of every array leaf that the program takes, by its index, whether the graph reads it or not.
+        slots: array leaves that are no state, in the order of the call; a tuple of leaves is one argument.
+        results: outputs to return after the state, in order; a tuple of outputs is one result.
+        state: which leaves stay with the program.
+        donate: positions in ``slots`` whose memory the results may take.
+        constants: values of the offsets that are compiled in, by index; ``moving`` are the other offsets.
+        differentiable: whether JAX may differentiate through the program.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        arrays: Mapping[int, Type],
+        slots: Sequence[Places],
+        results: Sequence[Places],
+        *,
+        state: StateLayout = STATELESS,
+        donate: Sequence[int] = (),
+        constants: Mapping[int, int] | None = None,
+        moving: Sequence[int] = (),
+        differentiable: bool = False,
+        options: Mapping[str, Any] | None = None,
+        title: str = "a program",
+        build: Callable[..., compiler.Executable] = compiler.build,
+    ) -> None:
+        self._rebuild = lambda state: CompiledProgram(
+            graph,
+            arrays,
+            slots,
+            results,
+            state=state,
+            donate=donate,
+            constants=constants,
+            moving=moving,
+            differentiable=differentiable,
+            options=options,
+            title=title,
+            build=build,
+        )
+        leaves = [n.call for n in graph.inputs if isinstance(n.call, Leaf)]
+        kinds = {at: (type.size, to_jax_dtype(type.dtype)) for at, type in arrays.items()}
+        self.graph, self.slots, self.results, self.state = graph, tuple(slots), tuple(results), state
+        self.packing = Packing(state.pairs, kinds, state.bundled)
+        self.constant_offsets, self.moving = dict(constants or {}), list(moving)
+        self.numbers = _pack_sizes(leaves)
+        self.draws = 1 + max((leaf.index for leaf in leaves if leaf.kind == "draw"), default=-1)
+        self.donated, self._differentiable = tuple(donate), differentiable
+        self._packed: dict[torch.dtype, tuple[bytes, Array]] = {}
+        count = len(self.packing)
+        donated = (*range(count), *[count + at for at in self.donated])
+        arrays_of, extras = separated(self._trace)
+        self.executable = build(arrays_of, self._examples(kinds), donated, options, title)
+        self.call = self.executable.call
+        self.checks = CheckedConditions(*extras[-1])
+
+    def _examples(self, kinds: Mapping[int, Any]) -> list[Any]:
+        """Return the shape and dtype of each argument."""
+
+        def example(places: Places) -> Any:
+            if isinstance(places, tuple):
+                return tuple(example(place) for place in places)
+            return jax.ShapeDtypeStruct(*kinds[places])
+
+        rest: list[Any] = [((n,), to_jax_dtype(dtype)) for dtype, n in self.numbers.items()]
+        rest += [((len(self.moving),), np.dtype(np.int64))] if self.moving else []
+        rest += [((self.draws, 4), np.dtype(np.uint32))] if self.draws else []
+        rest += [((), np.dtype(np.int32))]
+        state = [jax.ShapeDtypeStruct(*kind) for kind in self.packing.examples()]
+        return [*state, *map(example, self.slots), *[jax.ShapeDtypeStruct(*kind) for kind in rest]]
+
+    def _trace(self, *inputs: Any) -> tuple[tuple[Any, ...], tuple[list[Any], list[Node]]]:
+        """Compute new state, results and the check code; the errors of the checks and their nodes are extra."""
+        left = iter(inputs)
+        arrays: dict[int, Array] = self.packing.unpack(left)
+        for places in self.slots:
+            value = next(left)
+            arrays |= dict(zip(places, value, strict=True)) if isinstance(places, tuple) else {places: value}
+        numbers = {dtype: next(left) for dtype in self.numbers}
+        offsets = dict(zip(self.moving, next(left), strict=True)) if self.moving else {}
+        draws = next(left) if self.draws else ()
+        before = next(left)
+
+        def value_of(leaf: Leaf) -> Any:
+            if leaf.kind == "array":
+                return arrays[leaf.index]
+            if leaf.kind == "number":
+                return Number(numbers[leaf.type.dtype][leaf.index], leaf.number)
+            if leaf.kind == "draw":
+                return draws[leaf.index]
+            return offsets[leaf.index] if leaf.index in offsets else self.constant_offsets[leaf.index]
+
+        values = [value_of(n.call) for n in self.graph.inputs if isinstance(n.call, Leaf)]
+        run = evaluate.run(self.graph, values, self._differentiable)
+        outputs = run.outputs
+
+        def result(places: Places) -> Any:
+            return tuple(outputs[at] for at in places) if isinstance(places, tuple) else outputs[places]
+
+        code = [run.first_failed(before)] if run.errors else []
+        origins = [self.graph.origins.get(node, node) for node in run.nodes]
+        # State first: XLA gives donated memory to the first result that fits it.
+        return (*self.packing.pack(outputs), *map(result, self.results), *code), (run.errors, origins)
+
+    def unbundled(self) -> CompiledProgram:
+        """Return the same program with every array of its state on its own."""
+        return self._rebuild(replace(self.state, bundled=False))
+
+    @property
+    def places(self) -> dict[Places, int]:
+        """Return where each result is among those that ``call`` returns."""
+        return {places: len(self.packing) + n for n, places in enumerate(self.results)}
+
+    def pack_numbers(self, numbers: Mapping[torch.dtype, list[Any]], offsets: Sequence[int]) -> list[Array]:
+        """Return the arguments made of numbers, by their dtype, and of the offsets that move."""
+        packs = [self._pack(dtype, numbers[dtype][:count]) for dtype, count in self.numbers.items()]
+        if self.moving:
+            packs.append(from_numpy(np.array([offsets[at] for at in self.moving], np.int64)))
+        return packs
+
+    def _pack(self, dtype: torch.dtype, numbers: list[Any]) -> Array:
+        """Return numbers as one array; the array of the last run, if they are the same."""
+        packed = np.array(numbers, to_jax_dtype(dtype))
+        data = packed.tobytes()
+        last = self._packed.get(dtype)
+        if last is None or last[0] != data:
+            last = self._packed[dtype] = (data, from_numpy(packed))
+        return last[1]
+
+    def arguments(self, arrays: list[Any], constants: list[Any], draws: Sequence[Any]) -> list[Any]:
+        """Return the arguments of ``call`` after the state."""
+        words = [np.stack(draws)] if self.draws else []
+        return [*arrays, *constants, *words, self.checks.before()]
+
+    def report(self, outputs: Sequence[Any], lines: Mapping[Node, str]) -> None:
+        """Raise for a value check that failed in a run with these outputs, now or at the next read of a value."""
+        if self.checks.errors:
+            self.checks.lines = lines
+            self.checks.settle(outputs[-1], auto="later")
+
+
+def _pack_sizes(leaves: Sequence[Leaf]) -> dict[torch.dtype, int]:
+    sizes: dict[torch.dtype, int] = {}
+    for leaf in leaves:
+        if leaf.kind == "number":
+            dtype = leaf.type.dtype
+            sizes[dtype] = max(sizes.get(dtype, 0), leaf.index + 1)
+    return sizes
