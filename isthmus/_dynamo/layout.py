@@ -16,8 +16,11 @@ from isthmus._ops.tensors.views import VIEWS
 _VIEWING = {*VIEWS, torch.ops.aten.as_strided.default, operator.getitem}
 
 
-def root_of(node: Node) -> Node:
-    """Return the node whose new storage this node shows, or the argument of the graph it is a view of."""
+def root_of(node: Node, of_dtype: bool = False) -> Node:
+    """Return the node whose new storage this node shows, or the argument of the graph it is a view of.
+
+    With ``of_dtype`` the root is the last one that has the node's dtype: of ``x.view(torch.int16)[0]`` it is the view.
+    """
     while node.op == "call_function" and node.target in _VIEWING and isinstance(node.args[0], Node):
         base = node.args[0]
         if node.target is operator.getitem:
@@ -25,7 +28,7 @@ def root_of(node: Node) -> Node:
             if base.target not in VIEWS:
                 return node
             base = base.args[0]  # type: ignore[assignment]
-        if not _share(node, base):
+        if not _share(node, base) or (of_dtype and node.meta["val"].dtype != base.meta["val"].dtype):
             return node
         node = base
     return node

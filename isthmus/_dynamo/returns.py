@@ -95,13 +95,16 @@ class Returns:
             at = self.places[root]
             self.has_views = True
             return lambda args, fresh: view.of(args[at])
-        if view is None or root in self.places:
-            root = fx
-        index = self._store(root)
-        if root is fx or view is None:
+        # XLA's arrays have one dtype: a view of another one (``x.real``) shares memory with the views of its own dtype.
+        base = root if view is not None else root_of(fx, of_dtype=True)
+        part = self._view(fx, base)
+        if part is None or base in self.places:
+            base = fx
+        index = self._store(base)
+        if base is fx or part is None:
             return lambda args, fresh: fresh[index]
         self.has_views = True
-        return lambda args, fresh: view.of(fresh[index])
+        return lambda args, fresh: part.of(fresh[index])
 
     def _size(self, fx: FxNode) -> tuple[int, ...]:
         size: tuple[int, ...] = self.values[fx].type.size

@@ -174,9 +174,9 @@ print((x @ x.T).softmax(-1).sum().item(), torch.compile(lambda x: x * 2, backend
 @pytest.mark.parametrize(
     ("family", "error", "name"),
     [
-        ("unary", "KeyboardInterrupt", "KeyboardInterrupt"),
-        ("views", "ImportError('a new JAX')", "RegistrationError"),
-        ("activation", "MemoryError", "MemoryError"),
+        ("math.unary", "KeyboardInterrupt", "KeyboardInterrupt"),
+        ("tensors.views", "ImportError('a new JAX')", "RegistrationError"),
+        ("nn.activation", "MemoryError", "MemoryError"),
     ],
 )
 def test_a_load_that_fails_leaves_nothing_half_done(family: str, error: str, name: str) -> None:

@@ -59,6 +59,34 @@ def test_many_programs(mode: str, seeds: range) -> None:
     check(seeds, mode, **OPTIONS.get(mode, {}))
 
 
+# Programs that differed once, made small.
+FOUND: dict[str, tuple[str, list[str]]] = {
+    "a view of a view of another dtype": (
+        "compiled",
+        [
+            "t1 = data(4, (4,), torch.complex64, dev)",
+            "t2 = torch.full((2, 3), 3, dtype=torch.int32, device=dev)",
+            "t3 = t2.view(torch.int16)",
+            "t4 = t3.diagonal(1, 0, 1)",
+        ],
+    ),
+    "real parts of a result": (
+        "compiled",
+        ["t1 = data(8, (1, 3), torch.complex64, dev)", "t2 = torch.addcmul(t1, t1, t1)", "t3 = t2.real"],
+    ),
+    "both parts of a result that is not returned": (
+        "compiled",
+        ["t1 = data(8, (2, 3), torch.complex64, dev)", "t2 = (t1 * t1).real[1:]", "t3 = (t1 * t1).imag.T"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_program_that_differed_once(name: str) -> None:
+    mode, lines = FOUND[name]
+    assert difference(lines, mode) is None
+
+
 def test_there_are_ten_thousand_of_them() -> None:
     assert sum(count for count, _ in COUNTS.values()) == 10_000
     assert sum(len(each.values[1]) for each in SLICES) == 10_000  # type: ignore[arg-type]

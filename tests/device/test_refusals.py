@@ -109,6 +109,16 @@ REFUSED: dict[str, Callable[[Make], Any]] = {
     "segment_reduce by bytes": lambda z: torch.segment_reduce(z(3), "sum", lengths=z(3, dtype=u8)),
     "out of ldl_factor": lambda z: torch.linalg.ldl_factor(z(2, 2), out=(z(2, 2), z(2))),
     "out of ormqr": lambda z: torch.ormqr(z(2, 2), z(2), z(2, 2), out=z(2, 2, dtype=f64)),
+    "unique of complex numbers": lambda z: torch.unique(z(3, dtype=c64)),
+    "grid_sample, a large result": lambda z: F.grid_sample(
+        z(8, 9, 12, 13, 14), z(8, 24, 25, 26, 3, dtype=i32), align_corners=True
+    ),
+    "out of multinomial shows its memory twice": lambda z: torch.multinomial(
+        z(3) + 1, 2, out=z(1, dtype=i64).expand(2)
+    ),
+    "max_pool2d_with_indices_backward": lambda z: torch.ops.aten.max_pool2d_with_indices_backward(
+        z(1, 1, 1, dtype=i32), z(1, 2, 2, dtype=i32), [2], [2], [0], [1], False, z(1, 1, 1, dtype=i64)
+    ),
     "nanquantiles": lambda z: torch.nanquantile(z(3), z(2) - 1),
 }
 
@@ -154,6 +164,39 @@ def test_a_compiled_call_is_refused(name: str) -> None:
     got = words(REFUSED[name], "jax", "compiled")
     # What torch refuses while it traces it raises as an error of its own, a RuntimeError.
     assert isinstance(got, (type(want), RuntimeError)), got
+
+
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+@pytest.mark.parametrize(
+    ("size", "stride"), [((5,), (-1,)), ((-7,), (5,)), ((2, 3), (1, -2)), ((0, -1), (1, 1))]
+)
+def test_negative_sizes_and_strides_are_refused_in_the_words_of_the_cpu(
+    size: tuple[int, ...], stride: tuple[int, ...], mode: str
+) -> None:
+    with pytest.raises(RuntimeError) as want:
+        torch.empty_strided(size, stride)
+    with pytest.raises(RuntimeError) as got:
+        in_mode(lambda: torch.empty_strided(size, stride, device="jax"), mode)()
+    assert str(got.value) == str(want.value)
+
+
+@pytest.mark.usefixtures("lenient")
+@pytest.mark.parametrize("driver", ["gels", "gelsd"])
+@pytest.mark.parametrize("rows", [3, 4])
+def test_least_squares_of_a_batch_of_one_are_the_cpus(rows: int, driver: str) -> None:
+    """torch takes the right-hand side for a matrix there, and returns the answer as often as it has rows."""
+    a, b = torch.arange(3.0 * rows).sin().view(1, rows, 3), torch.arange(2.0 * rows).view(rows, 2)
+    want, got = (torch.linalg.lstsq(a.to(d), b.to(d), driver=driver).solution for d in ("cpu", "jax"))
+    torch.testing.assert_close(got.cpu(), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("lenient")
+def test_numbers_in_a_row_are_written_to_an_out_of_any_shape_that_holds_them() -> None:
+    for device in ("cpu", "jax"):
+        out = torch.zeros(2, 2).to(device)
+        assert torch.linspace(0, 3, 4, out=out).tolist() == [[0, 1], [2, 3]]
+        assert torch.arange(4, 8, out=out).tolist() == [[4, 5], [6, 7]]
+        assert torch.linspace(0, 1, 0, out=torch.zeros(0, 2).to(device)).shape == (0, 2)
 
 
 def test_layouts_that_are_fine_leave_others_refused() -> None:
