@@ -11,11 +11,11 @@ gradient that way (a straight-through estimator would have none), so while torch
         def backward(ctx, g): return g          # jax.grad uses this
 
 JAX calls forward and backward in traces of their own, perhaps at different times and more than once. Whatever one of
-them leaves for another is therefore returned through JAX: the results as arrays beside a ``ResultLayout`` that says how
-to make torch's results of them, the context as a pytree of residuals.
+them leaves for another is therefore returned through JAX: the results as arrays beside a ``ResultLayout``, from which
+torch's results are rebuilt, and the context as a pytree of residuals.
 
 The replacement is per process, and a call on a thread outside JAX, or of tensors that torch's autograd records, goes to
-torch's own ``apply``. JAX's forward mode raises for such a function, as it does for every ``custom_vjp``.
+torch's own ``apply``. JAX's forward mode raises an error, as it does for every ``custom_vjp``.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _from_residuals(residuals: dict[str, Any]) -> Context:
 
 @jax.tree_util.register_static
 class ResultLayout:
-    """How the results of a ``forward`` are made of arrays: their order, and values that are not tensors.
+    """How to rebuild the results of a ``forward`` from arrays: their order, and the values that are not tensors.
 
     ``values`` has None for each tensor and a ``Static`` for any other result; ``nondifferentiable`` are positions among
     the tensors. JAX refuses a ``custom_vjp`` whose two forwards return different structures. Values may be objects
@@ -173,7 +173,7 @@ class FunctionCall:
     def _forward(
         self, arrays: Sequence[Array], perturbed: Sequence[bool]
     ) -> tuple[tuple[list[Array], ResultLayout], dict[str, Any]]:
-        """Return the results that are tensors as arrays, how the results are made of them, and the residuals."""
+        """Return the results that are tensors as arrays, the layout of all results, and the residuals."""
         args, needs = list(self.args), [False] * len(self.args)
         for n, array, is_perturbed in zip(self.positions, arrays, perturbed, strict=True):
             args[n], needs[n] = from_jax(array), is_perturbed

@@ -10,8 +10,8 @@ A call replaces the module's tensors by tensors on these arrays (``torch.func.fu
 torch code on tracers (``torch_functions.py``). While it runs the module is changed: its tensors, and its train mode if
 ``train`` is passed. So calls of all threads take turns, and both are restored at the end.
 
-A write to a parameter, or to a buffer without a ``state``, would be lost, so it is an error. Writes are found by
-identity: an in-place op rebinds the tensor's buffer to another array.
+A write to a parameter, or to a buffer without a ``state``, would be lost, so it is an error. Writes are detected
+by identity: an in-place op rebinds the tensor's buffer to another array.
 """
 
 from __future__ import annotations

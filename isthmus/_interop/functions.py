@@ -253,7 +253,7 @@ class TracedCall:
 
 
 def _may_have_derivative(tensor: Tensor, forward_mode: bool) -> bool:
-    # In forward mode only torch's level knows which tensors have tangents; _JaxCall.jvp is told.
+    # Forward mode does not show on a tensor whether it has a tangent: torch passes the tangents to _JaxCall.jvp.
     return tensor.is_floating_point() or tensor.is_complex() if forward_mode else tensor.requires_grad
 
 
@@ -342,7 +342,7 @@ def _without_repeats(jaxpr: ClosedJaxpr, count: int) -> tuple[list[int], list[in
     variables: list[Any] = [*jaxpr.jaxpr.invars, *jaxpr.jaxpr.outvars[:count]]
     outputs, sources = list(range(count)), []
     for n, variable in enumerate(jaxpr.jaxpr.outvars[count:], count):
-        # Literals have no identity to be found by.
+        # A Literal is a value, not a variable: nothing else refers to it.
         if isinstance(variable, Literal) or variable not in variables:
             outputs.append(n)
             sources.append(len(variables))

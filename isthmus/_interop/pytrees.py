@@ -1,7 +1,7 @@
 """Pytrees that cross between torch and JAX: leaves that are not arrays, and containers JAX does not know.
 
 A function that JAX traces may return arrays alone, while torch code returns whatever it likes beside its tensors: a
-string, a number, a ``transformers`` output class. Two tools bring such a result through a trace as its return value::
+string, a number, a ``transformers`` output class. Two tools let a traced function return all of it::
 
     jax.eval_shape(lambda x: {"loss": x.sum(), "name": Static("mse")}, x)  # one leaf; the name is in the structure
     register_containers(model(ids))  # now jax.tree.map works on the ModelOutput

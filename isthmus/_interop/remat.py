@@ -4,7 +4,7 @@ Inside ``rematerialized(modules)`` each module's ``forward`` is an ``autograd.Fu
 saves the arguments, and in backward runs once more with gradients: activations inside it are residuals no longer.
 
 The recorded step is one program, in which XLA and our own graph share equal computations; a second forward of the same
-arguments would be found equal to the first, and its activations kept after all. So the second one starts behind
+arguments would be merged with the first, and its activations be residuals after all. So the second one starts behind
 ``jax.lax.optimization_barrier``, which no pass looks through. (XLA's CPU compiler removes barriers and undoes this;
 GPUs and TPUs gain the memory.) A second barrier, on the gradients, makes the recomputed activations die before the
 next module's backward begins.
@@ -35,7 +35,7 @@ _barrier = jax_function(lambda tensors: jax.lax.optimization_barrier(tensors))
 @contextlib.contextmanager
 def rematerialized(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Let these modules save their arguments alone for backward, inside this block."""
-    # A forward set on the instance, by the user or by a wrapper, is put back; the class's is found again without one.
+    # A forward set on the instance, by the user or by a wrapper, is put back; without one, the class's is used again.
     before = [(module, module.__dict__.get("forward")) for module in modules]
     for module in modules:
         module.forward = _rematerialized_forward(module)

@@ -60,6 +60,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
 
 from isthmus._runtime.compiler import abstract, scoped_x64
 from isthmus._runtime.private import prunes, without_dead_code
@@ -84,7 +85,7 @@ def _bind(function: Function, arrays: Sequence[Array]) -> Any:
     inner = traced.jaxpr.replace(constvars=(), invars=[*traced.jaxpr.constvars, *traced.jaxpr.invars])
     # Derivatives compute tangents of integers, whose dtype float0 no compiler knows; nothing reads them.
     jaxpr = ClosedJaxpr(without_dead_code(inner), ())
-    outputs = _primitive.bind(*traced.consts, *arrays, jaxpr=jaxpr)
+    outputs = _primitive.bind(*_varying_alike([*traced.consts, *arrays]), jaxpr=jaxpr)
     return jax.tree.unflatten(jax.tree.structure(result), outputs)
 
 
@@ -93,10 +94,41 @@ def _run(*arrays: Array, jaxpr: ClosedJaxpr) -> list[Array]:
         return jaxpr_as_fun(jaxpr)(*arrays)
 
 
+def _varying_alike(arrays: Sequence[Array]) -> Sequence[Array]:
+    """Return arrays that vary over the same mesh axes, as operands of one equation inside ``shard_map`` must.
+
+    A replicated array (weights) beside one that is split over an axis (the batch) is cast explicitly. The cast's
+    transpose adds up the cotangents of all devices, without which the gradient of the weights would be one device's.
+    """
+    axes = frozenset().union(*[_varying_axes(jax.typeof(array)) for array in arrays])
+    if not axes:
+        return arrays
+    with scoped_x64():  # the equation has int64 constants among its operands
+        missing = [tuple(sorted(axes - _varying_axes(jax.typeof(array)))) for array in arrays]
+        return [jax.lax.pcast(a, m, to="varying") if m else a for a, m in zip(arrays, missing, strict=True)]
+
+
+def _varying_axes(aval: Any) -> frozenset[str]:
+    """Return the mesh axes over which an array varies; JAX 0.10.2 moved them from ``vma`` to ``manual_axis_type``."""
+    axis_type = getattr(aval, "manual_axis_type", None)
+    return frozenset(getattr(aval, "vma", ()) if axis_type is None else axis_type.varying)
+
+
 def _result_types(*operands: Any, jaxpr: ClosedJaxpr) -> Any:
-    # Under shard_map an array varies over mesh axes (vma); results vary wherever any operand does.
-    axes = frozenset().union(*[getattr(operand, "vma", ()) for operand in operands])
-    return [aval.update(vma=axes) for aval in jaxpr.out_avals] if axes else jaxpr.out_avals
+    # The jaxpr knows nothing of mesh axes: its results vary over those of its operands (_varying_alike).
+    varying = next((operand for operand in operands if _varying_axes(operand)), None)
+    if varying is None:
+        return jaxpr.out_avals
+    if not hasattr(varying, "manual_axis_type"):
+        return [aval.update(vma=varying.vma) for aval in jaxpr.out_avals]
+    mesh = varying.sharding.mesh  # a type with axes must have a mesh, and the jaxpr's own types may have none
+    return [
+        aval.update(
+            sharding=NamedSharding(mesh, PartitionSpec(*[None] * aval.ndim)),
+            manual_axis_type=varying.manual_axis_type,
+        )
+        for aval in jaxpr.out_avals
+    ]
 
 
 def _lower(context: Any, *operands: Any, jaxpr: ClosedJaxpr) -> Any:

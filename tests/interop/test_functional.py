@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -237,3 +240,27 @@ def test_models_of_transformers() -> None:
     want = model(input_ids=tokens, labels=tokens)
     np.testing.assert_allclose(found.loss, want.loss.item(), rtol=1e-5)
     np.testing.assert_allclose(found.logits, want.logits.detach().numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_weights_that_every_device_has_get_the_gradients_of_all_of_them() -> None:
+    code = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from torch import nn
+import isthmus
+
+params, apply = isthmus.functional(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+mesh = Mesh(np.array(jax.devices()), ("i",))
+params = jax.device_put(params, NamedSharding(mesh, P()))
+x = jnp.linspace(-1, 1, 12).reshape(4, 3)
+split = jax.shard_map(apply, mesh=mesh, in_specs=(P(), P("i")), out_specs=P("i"))
+loss = lambda f: jax.jit(jax.grad(lambda params, x: (f(params, x) ** 2).sum(), argnums=(0, 1)))
+assert len(jax.devices()) == 2
+jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), loss(split)(params, x), loss(apply)(params, x)
+)
+"""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+    env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    ran = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
