@@ -25,6 +25,7 @@ def _recurrence(first: Array, step: Step, n: Array, needed: Array) -> Array:
 
     One loop runs to the highest degree wanted, and stops early once every value is nan.
     """
+    # What is known without the loop must not make it longer.
     degree = jnp.where(needed, n, 0).astype(jnp.int64)
 
     def left(state: tuple[Array, Array, Array]) -> Array:

@@ -51,6 +51,7 @@ def _keep(dets: Array, scores: Array, iou_threshold: float) -> tuple[Array, Arra
     """Return the boxes by descending score, and which of them no better box that is kept overlaps."""
     _check_boxes(dets, scores)
     dtype = accumulation_dtype(dets.dtype)
+    # Stable: of equal scores torchvision keeps the first box.
     order = jnp.argsort(scores, descending=True, stable=True)
     x1, y1, x2, y2 = (dets[order].astype(dtype)[:, i] for i in range(4))
     areas = (x2 - x1) * (y2 - y1)
@@ -102,6 +103,7 @@ class _Sides(NamedTuple):
 
 
 def _axis(rois: Array, first: int, scale: float, bins: int, length: int, ratio: int, aligned: bool) -> _Axis:
+    # Aligned regions count pixels by their centres.
     offset = 0.5 if aligned else 0.0
     start, end = (rois[:, first + i] * scale - offset for i in (0, 2))
     extent = end - start if aligned else jnp.maximum(end - start, 1)
@@ -272,6 +274,7 @@ def roi_pool(
         return jnp.where(better, values, state[0]), jnp.where(better, where, state[1])
 
     empty = ((bottom <= top)[:, :, None] | (right <= left)[:, None, :])[..., None]
+    # Not minus infinity: torchvision starts from the lowest finite number, and a bin of -inf pixels keeps it.
     lowest = jnp.where(empty, 0, torch.finfo(to_torch_dtype(input.dtype)).min).astype(input.dtype)
     start = (jnp.broadcast_to(lowest, shape), jnp.full(shape, -1, jnp.int32))
     steps = jnp.maximum((bottom - top).max(), 0) * across

@@ -71,6 +71,7 @@ def _require_offsets(offsets: Array, count: int, include_last_offset: bool) -> N
 
 def _bag_of_each(offsets: Array, count: int) -> Array:
     """Return the bag each index is in, given where each bag starts."""
+    # Empty bags begin where the next one does; from the right, an index goes to the last of them.
     return jnp.searchsorted(offsets, jnp.arange(count, dtype=offsets.dtype), side="right") - 1
 
 

@@ -13,6 +13,7 @@ from isthmus._ops.common import Array
 from isthmus._ops.nn.resampling import cubic_weights
 from isthmus._ops.registry import lowering
 
+# torch's numbers for padding_mode and interpolation_mode.
 _ZEROS, _BORDER = 0, 1
 _BILINEAR, _NEAREST = 0, 1
 
@@ -37,6 +38,7 @@ def _reflect(x: Array, size: int, align: bool, whole: bool) -> Array:
     low, span = twice_low / 2, (twice_high - twice_low) / 2
     away = x - low
     away = jnp.where(away < 0, -away, away)
+    # Piecewise constant: only the remainder has a gradient.
     flips = jax.lax.stop_gradient(jnp.floor(away / span))
     if whole:
         extra = jax.lax.rem(away, jnp.full_like(away, span))
@@ -63,6 +65,7 @@ def _gather(image: Array, places: list[Array]) -> Array:
     indices = []
     for place, size in zip(places, sizes, strict=True):
         inside &= (place >= 0) & (place <= size - 1)
+        # The clip keeps the gather inside; what it reads there is masked below.
         indices.append(jnp.clip(place, 0, size - 1).astype(jnp.int32))
     return jnp.where(inside, image[(slice(None), *indices)], jnp.zeros((), image.dtype))
 

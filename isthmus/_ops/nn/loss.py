@@ -118,6 +118,7 @@ def binary_cross_entropy_backward(
     grad_output: Array, self: Array, target: Array, weight: Array | None = None, reduction: int = _MEAN
 ) -> Array:
     """The gradient of the cross entropy for the probabilities."""
+    # torch's EPSILON, which keeps the slope finite at probabilities of 0 and 1.
     slope = (self - target) / jnp.maximum((1 - self) * self, 1e-12)
     return _weighted(_shared(grad_output, self.shape, reduction) * slope, weight)
 

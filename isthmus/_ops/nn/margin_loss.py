@@ -86,6 +86,7 @@ def _labels(rows: Array, target: Array) -> tuple[Array, Array]:
     classes = rows.shape[1]
     inside = (target >= -1) & (target < classes)
     require(inside, RuntimeError, "argument #2 'target' is out of range")
+    # A product of truths: the first -1 ends the list for good.
     real = jnp.cumprod(target >= 0, axis=1).astype(bool)
     samples = jnp.arange(rows.shape[0])[:, None]
     counts = (

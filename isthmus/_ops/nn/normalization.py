@@ -17,6 +17,7 @@ from isthmus.errors import Unsupported
 
 def moments(x: Array, dims: tuple[int, ...], eps: float) -> tuple[Array, Array, Array]:
     """Return mean, biased variance and reciprocal deviation over ``dims``, which stay as dims of size one."""
+    # Two passes: the mean of squares less the square of the mean would cancel where the mean is large.
     mean = x.mean(dims, keepdims=True)
     var = jnp.square(x - mean).mean(dims, keepdims=True)
     return mean, var, jax.lax.rsqrt(var + eps)
@@ -172,6 +173,7 @@ def batch_norm(
         return (out, *_saved(input, running_mean, running_var, eps), *stats)
     out, mean, var, rstd = _batch_train(input, weight, bias, eps)
     count = math.prod(input.shape) // max(input.shape[1], 1)
+    # torch divides by count - 1, so the running variance of one element is nan.
     unbiased = var * (count / (count - 1)) if count > 1 else var * jnp.nan
     # As wide as torch's decomposition has them; what they are written to, of a half type say, rounds them.
     moved = [

@@ -180,6 +180,7 @@ def avg_pool(
     divisor = _divisor(sizes, counts, kernel, steps, padding, include_pad, override)
     if jnp.issubdtype(x.dtype, jnp.floating):
         return total / divisor.astype(x.dtype)
+    # Integers are divided towards zero, as C does.
     return jax.lax.div(total, jnp.broadcast_to(jnp.asarray(divisor, x.dtype), total.shape))
 
 

@@ -28,6 +28,7 @@ def lstm_cell(
 ) -> tuple[Array, Array, Array]:
     """One step of an LSTM: the new hidden and cell states, and the gates for backward."""
     total = _plus(input_gates, input_bias) + _plus(hidden_gates, hidden_bias)
+    # torch's order of the gates: input, forget, cell, output.
     i, f, g, o = jnp.split(total, 4, axis=1)
     i, f, g, o = jax.nn.sigmoid(i), jax.nn.sigmoid(f), jnp.tanh(g), jax.nn.sigmoid(o)
     cy = f * cx + i * g

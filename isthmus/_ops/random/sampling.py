@@ -41,6 +41,7 @@ def digits(dtype: DTypeLike) -> int:
 
 def unit(rng: Array, shape: Sequence[int], dtype: DTypeLike) -> Array:
     """Return uniform numbers in [0, 1), all exact in ``dtype``, in the dtype torch computes it in."""
+    # As many random bits as the significand holds: one more would round up to 1.
     width = 64 if digits(dtype) > 32 else 32
     bits = jax.random.bits(rng, tuple(shape), jnp.uint64 if width == 64 else jnp.uint32)
     return (bits >> (width - digits(dtype))).astype(accumulation_dtype(dtype)) * 2.0 ** -digits(dtype)
@@ -80,6 +81,7 @@ def exponential_numbers(rng: Array, shape: Sequence[int], dtype: DTypeLike) -> A
     """Return exponential numbers of rate 1, never 0, in the dtype torch computes ``dtype`` in."""
     acc_dtype = accumulation_dtype(dtype)
     u = unit(rng, shape, acc_dtype)
+    # Zero would divide to infinity in `multinomial`; torch puts the smallest step there too.
     return jnp.where(u == 0, jnp.finfo(acc_dtype).eps / 2, -jnp.log1p(-u))
 
 
@@ -187,6 +189,7 @@ def geometric(self: Array, p: Scalar, rng: Array) -> Array:
     """How many trials of probability ``p`` it takes to succeed."""
     floating = jnp.issubdtype(self.dtype, jnp.floating)
     acc_dtype = accumulation_dtype(self.dtype) if floating else np.dtype(np.float64)
+    # An exponential waiting time, rounded up, is geometric.
     waits = exponential_numbers(rng, self.shape, acc_dtype) / -jnp.log1p(-cast(p, acc_dtype))
     return cast(jnp.ceil(waits), self.dtype)
 

@@ -85,6 +85,7 @@ def put_at(x: Array, position: Position | EllipsisType, values: Array, accumulat
     if not accumulate:
         return x.at[position].set(values)
     if x.dtype == jnp.bool_:
+        # A sum of booleans is whether any of them holds.
         return x.astype(jnp.uint8).at[position].max(values.astype(jnp.uint8)) != 0
     return x.at[position].add(values)
 
@@ -115,6 +116,7 @@ def _index_put(check: bool, self: Array, indices: Indices, values: Array, accumu
     if not present:
         return put_at(self, ..., values, accumulate)
     dim, index = present[0]
+    # A mask picks as many elements as it holds true; written through a choice, the size stays static.
     if len(present) == 1 and index.dtype == jnp.bool_ and index.ndim:
         return _put_by_mask(self, dim, index, values, accumulate)
     return put_at(self, _positions(self, indices, check), values, accumulate)
@@ -188,10 +190,6 @@ def scatter_position(x: Array, axis: int, index: Array) -> Position:
     return tuple(grid)
 
 
-def _leading(x: Array, shape: tuple[int, ...]) -> Array:
-    return x[tuple(slice(n) for n in shape)]
-
-
 def _scatter(x: Array, dim: int, index: Array, source: Operand, write: Write) -> Array:
     """Return ``x`` after ``write(flat or whole x, position, values)`` at the positions of a scatter."""
     if not index.size:
@@ -199,8 +197,8 @@ def _scatter(x: Array, dim: int, index: Array, source: Operand, write: Write) ->
     grown = x.reshape(-1) if not x.ndim else x
     index = index.reshape(-1) if not index.ndim else index
     if isinstance(source, jax.Array):
-        source = _leading(source.reshape(-1) if not source.ndim else source, index.shape)
-        values = cast(source, x.dtype)
+        source = source.reshape(-1) if not source.ndim else source
+        values = cast(source[tuple(slice(n) for n in index.shape)], x.dtype)
     else:
         values = jnp.broadcast_to(cast(source, x.dtype), index.shape)
     position = scatter_position(grown, wrap_dim(dim, grown.ndim), index)
@@ -269,6 +267,7 @@ def reduce_at(
     added = target.add(values)
     if reduce == "sum":
         return added
+    # A mean divides by how many values arrived, with or without the element that was there.
     hits = jnp.full(x.shape, int(include_self), jnp.int64).at[position].add(1)
     hits = jnp.maximum(hits, 1)
     if jnp.issubdtype(x.dtype, jnp.integer):

@@ -98,6 +98,7 @@ def reinterpret(value: Array, dtype: DTypeLike) -> Array:
         return value
     parts = _plain(value.reshape(-1))
     real = _real_of(dtype)
+    # XLA bitcasts neither booleans nor complex numbers.
     plain = np.dtype(np.uint8) if real == np.bool_ else real
     parts = _bitcast(parts, plain)
     if real == np.bool_:
@@ -125,6 +126,7 @@ def _real_of(dtype: DType) -> DType:
 def _bitcast(flat: Array, dtype: DType) -> Array:
     if flat.dtype == dtype:
         return flat
+    # XLA merges the last dim into a wider type, and splits a wider type into a new last dim.
     ratio = dtype.itemsize // flat.dtype.itemsize
     if ratio > 1:
         flat = flat.reshape(-1, ratio)
