@@ -11,7 +11,7 @@ from isthmus._ops.common import FLOAT32_OR_64, INEXACT, Array
 from isthmus._ops.linalg.matmul import product
 from isthmus._ops.registry import lowering
 
-_MATMUL_ROWS = 25  # with more rows than this torch takes the matrix product unless told otherwise
+_MATMUL_ROWS = 25  # with more rows than this torch takes the matrix product by default
 
 
 def _norm(difference: Array, p: float) -> Array:

@@ -35,7 +35,7 @@ def hermitian(x: Array, upper: bool) -> Array:
 
 
 def nothing(x: Array) -> Array:
-    """Return what torch returns for a result nobody asked for."""
+    """Return the empty tensor that torch returns for a result that was not requested."""
     return jnp.zeros((0,), x.dtype)
 
 

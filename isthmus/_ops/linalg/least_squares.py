@@ -36,7 +36,7 @@ def _full_rank(a: Array, b: Array) -> Array:
 
 
 def _any_rank(a: Array, b: Array, rcond: float) -> tuple[Array, Array, Array]:
-    """Return the smallest of the best solutions, the rank, and the singular values it was told from."""
+    """Return the smallest of the best solutions, the rank, and the singular values that decide it."""
     u, s, vh = jnp.linalg.svd(a, full_matrices=False)
     # A negative tolerance means the precision of the dtype, as LAPACK has it.
     tolerance = _precision(s) if rcond < 0 else rcond

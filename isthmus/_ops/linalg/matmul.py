@@ -1,4 +1,4 @@
-"""Matrix products, in the precision torch was told to use."""
+"""Matrix products, in the precision that ``torch.set_float32_matmul_precision`` asks for."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def _sinh(z: Array) -> Array:
 
 def _sin(z: Array) -> Array:
     w = _turned(_sinh)(z)
-    # Of an infinite sine the sign is nobody's; C's is positive.
+    # The sign of an infinite sine is unspecified; C's is positive.
     return jax.lax.complex(w.real, jnp.where(jnp.isinf(z.imag) & ~jnp.isfinite(z.real), jnp.inf, w.imag))
 
 

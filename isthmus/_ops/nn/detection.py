@@ -1,4 +1,4 @@
-"""torchvision's ops for detection; each is filed once torchvision defines it, which may be never.
+"""torchvision's ops for detection; each is registered once torchvision defines it, which may be never.
 
 Regions are sampled point by point, one loop step for each point of a bin over all regions at once. How many
 points a bin has may depend on the regions: the loop's length is then a run-time value, and no host reads it.
@@ -15,16 +15,9 @@ import numpy as np
 import torch
 from jax.typing import DTypeLike
 
-from isthmus._ops.common import Array, accumulation_dtype, cast, divide
+from isthmus._ops.common import FLOATING, Array, accumulation_dtype, cast, divide
 from isthmus._ops.registry import lowering_when_defined
 from isthmus._runtime.dtypes import to_torch_dtype
-from isthmus.errors import Unsupported
-
-
-def _check_floating(*arrays: Array) -> None:
-    if any(not jnp.issubdtype(array.dtype, jnp.floating) for array in arrays):
-        raise Unsupported("torchvision has this for floating point only")
-
 
 # Non-maximum suppression
 
@@ -172,7 +165,7 @@ def _images(rois: Array) -> Array:
     return rois[:, 0].astype(jnp.int32)[:, None, None]
 
 
-@lowering_when_defined("torchvision::roi_align")
+@lowering_when_defined("torchvision::roi_align", dtypes=FLOATING)
 def roi_align(
     input: Array,
     rois: Array,
@@ -183,7 +176,6 @@ def roi_align(
     aligned: bool,
 ) -> Array:
     """The mean of interpolated points in every bin of every region."""
-    _check_floating(input, rois)
     bins, dtype = (pooled_height, pooled_width), accumulation_dtype(input.dtype)
     if rois.shape[0] == 0 or input.size == 0:
         return jnp.zeros((rois.shape[0], input.shape[1], *bins), input.dtype)
@@ -198,7 +190,7 @@ def roi_align(
     return cast(_each_point(axes, total, add).transpose(0, 3, 1, 2), input.dtype)
 
 
-@lowering_when_defined("torchvision::_roi_align_backward")
+@lowering_when_defined("torchvision::_roi_align_backward", dtypes=FLOATING)
 def roi_align_backward(
     grad: Array,
     rois: Array,
@@ -213,7 +205,6 @@ def roi_align_backward(
     aligned: bool,
 ) -> Array:
     """The gradient of ``roi_align``: every pixel gets its share of the bins it was part of."""
-    _check_floating(grad, rois)
     bins, dtype = (pooled_height, pooled_width), accumulation_dtype(grad.dtype)
     total = jnp.zeros((batch_size, height, width, channels), dtype)
     if rois.shape[0] and total.size:
@@ -248,12 +239,11 @@ def _extent(first: Array, last: Array, scale: float, bins: int, length: int) -> 
     return low, high
 
 
-@lowering_when_defined("torchvision::roi_pool")
+@lowering_when_defined("torchvision::roi_pool", dtypes=FLOATING)
 def roi_pool(
     input: Array, rois: Array, spatial_scale: float, pooled_height: int, pooled_width: int
 ) -> tuple[Array, Array]:
     """The largest pixel in every bin of every region, and which it is; an empty bin is 0 of none."""
-    _check_floating(input, rois)
     shape = (rois.shape[0], pooled_height, pooled_width, input.shape[1])
     if rois.shape[0] == 0 or input.size == 0:
         nothing = jnp.zeros((shape[0], shape[3], *shape[1:3]), input.dtype)
@@ -283,7 +273,9 @@ def roi_pool(
 
 
 @lowering_when_defined(
-    "torchvision::_roi_pool_backward", ignores=("spatial_scale", "pooled_height", "pooled_width")
+    "torchvision::_roi_pool_backward",
+    ignores=("spatial_scale", "pooled_height", "pooled_width"),
+    dtypes=FLOATING,
 )
 def roi_pool_backward(
     grad: Array,
@@ -295,7 +287,6 @@ def roi_pool_backward(
     width: int,
 ) -> Array:
     """The gradient of ``roi_pool``: all of a bin's to its largest pixel."""
-    _check_floating(grad, rois)
     dtype = accumulation_dtype(grad.dtype)
     total = jnp.zeros((batch_size, channels, height * width + 1), dtype)
     images = rois[:, 0].astype(jnp.int32)[:, None, None, None]

@@ -16,7 +16,7 @@ from isthmus._ops.registry import lowering, registry
 
 
 def single(op: OpOverload, values: tuple[object, ...], keywords: Mapping[str, object]) -> Array:
-    """Lower one call of a single-tensor op, looked up late: its family may be filed after this one."""
+    """Lower one call of a single-tensor op, looked up late: its family may be imported after this one."""
     return registry[op](schema_of(op).bind(values, dict(keywords)))  # type: ignore[no-any-return]
 
 

@@ -71,7 +71,7 @@ _INTEGERS = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
 def _plain_bits(x: Array) -> Array:
     """Return the bits of floating numbers, with one zero and one nan.
 
-    They are told by their bits: what is too small for the CPU to compute with is no zero.
+    Compared by their bits: a denormal number, which the CPU flushes when it computes, is no zero.
     """
     integer = _INTEGERS[x.dtype.itemsize]
     bits = jax.lax.bitcast_convert_type(x, integer)

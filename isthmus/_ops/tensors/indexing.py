@@ -74,7 +74,7 @@ def index(self: Array, indices: Indices) -> Array:
 
 @lowering(aten._unsafe_index.Tensor)
 def unsafe_index(self: Array, indices: Indices) -> Array:
-    """The elements at positions that somebody promised are in range."""
+    """The elements at positions that the caller promises are in range."""
     return self.at[_positions(self, indices, check=False)].get(mode="promise_in_bounds")
 
 
