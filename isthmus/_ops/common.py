@@ -242,7 +242,7 @@ def transpose_of(function: Callable[[Array], Array], shape: Ints, dtype: DTypeLi
 
 def rounded(x: Array, dtype: DTypeLike) -> Array:
     """Return ``x`` with the precision of ``dtype``: a conversion there and back may be left out by XLA."""
+    info = jnp.finfo(dtype)
     if accumulation_dtype(dtype) == dtype:
         return x
-    info = jnp.finfo(dtype)
     return jax.lax.reduce_precision(x, info.nexp, info.nmant)

@@ -1,4 +1,4 @@
-"""Convolution, transposed convolution and their gradients, in the precision of ``torch.set_float32_matmul_precision``."""
+"""Convolution, transposed convolution and their gradients, in torch's ``set_float32_matmul_precision``."""
 
 from __future__ import annotations
 
