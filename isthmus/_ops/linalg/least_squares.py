@@ -40,6 +40,7 @@ def _any_rank(a: Array, b: Array, rcond: float) -> tuple[Array, Array, Array]:
     u, s, vh = jnp.linalg.svd(a, full_matrices=False)
     # A negative tolerance means the precision of the dtype, as LAPACK has it.
     tolerance = _precision(s) if rcond < 0 else rcond
+    # Singular values are sorted: the first is the largest.
     large = s > tolerance * s[..., :1]
     inverse = jnp.where(large, 1 / jnp.where(large, s, 1), 0).astype(a.dtype)
     solution = _times(adjoint_of(vh), inverse[..., None] * _times(adjoint_of(u), b))

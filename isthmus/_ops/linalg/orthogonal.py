@@ -58,6 +58,7 @@ def ormqr(self: Array, input2: Array, input3: Array, left: bool = True, transpos
 @lowering(aten._linalg_eigh.default, dtypes=LAPACK)
 def linalg_eigh(A: Array, UPLO: str = "L", compute_v: bool = True) -> tuple[Array, Array]:
     """Eigenvalues in ascending order, and eigenvectors up to their phase."""
+    # `hermitian` has already chosen the triangle, so XLA need not average the two.
     vectors, values = jax.lax.linalg.eigh(hermitian(A, UPLO.upper() == "U"), symmetrize_input=False)
     message = "the input matrix is ill-conditioned or has too many repeated eigenvalues"
     require(

@@ -35,6 +35,7 @@ def weight_int8pack_mm(self: Array, mat2: Array, scales: Array) -> Array:
     """Multiply by the transpose of an int8 weight whose rows have a scale each."""
     if mat2.dtype != np.int8 or self.dtype.itemsize > 4 or scales.dtype != self.dtype:
         raise Unsupported(f"no product of {self.dtype} and {mat2.dtype} with scales in {scales.dtype}")
+    # In float32 every product of an int8 and a half type is exact.
     operands = self.astype(jnp.float32), mat2.T.astype(jnp.float32)
     products = jnp.matmul(*operands, precision="highest", preferred_element_type=jnp.float32)
     return cast(products * scales.astype(jnp.float32), self.dtype)

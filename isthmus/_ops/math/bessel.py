@@ -137,6 +137,7 @@ def _bessel_y1(x: Array) -> Array:
 def _modified_bessel_k(x: Array, near: Array, far: Array, scaled: bool) -> Array:
     """K from its expansion up to 2 and that of K exp(x) beyond: infinite at 0, nan below it."""
     far = far / jnp.sqrt(x)
+    # Scaled by exp(x): far away the plain function underflows, the scaled one does not.
     near, far = (near * jnp.exp(x), far) if scaled else (near, jnp.exp(-x) * far)
     out = jnp.where(x <= 2, near, far)
     out = jnp.where(x == 0, jnp.full_like(x, jnp.inf), out)

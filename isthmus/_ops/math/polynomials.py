@@ -61,6 +61,7 @@ def _sign(n: Array) -> Array:
 
 
 def _closed_u(y: Array, n: Array, angle: Array) -> Array:
+    # Where the sine is zero, the limit of the quotient.
     sine, whole = jnp.sin(angle), (n + 1) * angle
     return jnp.where(sine != 0, jnp.sin(whole) / sine, (n + 1) * jnp.cos(whole) / y)
 

@@ -41,6 +41,7 @@ def plan(
     dtype: DTypeLike,
 ) -> Convolution:
     """Return a convolution with results in ``dtype``; a transposed one is a plain one of an input spread out."""
+    # XLA would crop the input, where torch refuses.
     if any(p < 0 for p in padding):
         raise Unsupported("negative padding")
     n = input.ndim - 2

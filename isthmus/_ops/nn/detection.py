@@ -120,6 +120,7 @@ def _axes(
 
 def _positions(axis: _Axis, point: Array) -> Array:
     """Return where the ``point``-th point of every bin lies."""
+    # A bin without points is never sampled, but must not divide by zero.
     step = axis.bin / jnp.maximum(axis.points, 1)
     return (axis.start + (point + 0.5) * step)[:, None] + jnp.arange(axis.bins) * axis.bin[:, None]
 

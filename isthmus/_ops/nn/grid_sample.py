@@ -32,6 +32,7 @@ def _clip(x: Array, size: int, lost: float) -> Array:
 
 def _reflect(x: Array, size: int, align: bool, whole: bool) -> Array:
     """Return places reflected at the borders; ``whole`` counts the reflections in 32 bits, as torch's 3-D kernel."""
+    # Borders are pixel centres or pixel edges; doubled, both are integers.
     twice_low, twice_high = (0, 2 * (size - 1)) if align else (-1, 2 * size - 1)
     if twice_low == twice_high:
         return jnp.zeros_like(x)

@@ -241,6 +241,7 @@ def batch_norm_backward(
     mean, scale = (save_mean, save_invstd) if train else (running_mean, running_var)
     if mean is None or scale is None:
         raise Unsupported("no statistics, which torch refuses as well")
+    # In evaluation the running statistics are those that normalized.
     rstd = scale if train else jax.lax.rsqrt(cast(scale, dtype) + eps)
     dims = (0, *range(2, ndim))
     g, x = cast(grad_out, dtype), cast(input, dtype)
@@ -295,6 +296,7 @@ def weight_norm_backward(
     grad_w: Array, saved_v: Array, saved_g: Array, saved_norms: Array, dim: int
 ) -> tuple[Array, Array]:
     """The gradients of v and g for w = g * v / norm(v), the norm over every dim but ``dim``."""
+    # The norm's own gradient: what of grad_w points along v goes to g, the rest to v.
     others = tuple(d for d in range(saved_v.ndim) if d != wrap_dim(dim, saved_v.ndim))
     along = jnp.sum(grad_w * saved_v, axis=others, keepdims=True)
     grad_v = saved_g / saved_norms * (grad_w - saved_v * along / (saved_norms * saved_norms))

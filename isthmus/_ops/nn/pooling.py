@@ -98,6 +98,7 @@ def _max_pool(
     counts = [pooled_size(*a, ceil_mode) for a in zip(sizes, kernel, steps, pad, spread, strict=True)]
     if 0 in lead:
         return empty((*lead, *counts), self.dtype)
+    # XLA's windows cover every dim; batch and channels get windows of one.
     ones, none = (1,) * len(lead), [(0, 0)] * len(lead)
     values, indices = jax.lax.reduce_window(
         (self, _positions(self, n)),
@@ -244,6 +245,7 @@ register(_unpool, aten.max_unpool2d.default, aten.max_unpool3d.default, ignores=
 def _adaptive_windows(size: int, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the places each window covers, windows by places, and which of them it really does."""
     i = np.arange(count)
+    # Floor and ceiling in integers: floats would put an edge one off for large sizes.
     start, end = i * size // count, -(-(i + 1) * size // count)
     places = start[:, None] + np.arange(int((end - start).max(initial=1)))
     return np.minimum(places, size - 1), places < end[:, None]

@@ -117,6 +117,7 @@ def update_scale(
     due = steps == cast(growth_interval, growth_tracker.dtype)
     # torch multiplies in double precision and stores a float.
     scale64 = self.astype(jnp.float64)
+    # A scale that would overflow stays as it is.
     grown = cast(scale64 * cast(scale_growth_factor, jnp.float64), self.dtype)
     shrunk = cast(scale64 * cast(scale_backoff_factor, jnp.float64), self.dtype)
     grows = due.reshape(self.shape) & jnp.isfinite(grown)

@@ -126,6 +126,7 @@ def sgd(
         if momentum_buffer_list:
             factor, buffer = cast(momentum, acc_dtype), momentum_buffer_list[index]
             moved = factor * cast(buffer, acc_dtype) + _rest(dampening, acc_dtype) * grad
+            # torch starts the buffer with the first gradient, undampened.
             moved = grad if is_first_step else moved
             grad = grad + factor * moved if nesterov else moved
             buffers.append(cast(moved, buffer.dtype))

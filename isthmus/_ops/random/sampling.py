@@ -90,6 +90,7 @@ def integers(rng: Array, shape: Sequence[int], dtype: DTypeLike, low: Scalar, hi
     dtype = np.dtype(dtype)
     start = cast(low, jnp.int64)
     span = (_last(dtype) - start + 1 if high is None else cast(high, jnp.int64) - start).astype(jnp.uint64)
+    # The remainder of 64 bits is uneven by less than 2**-32 for every span torch's CPU draws from 32 bits.
     bits = jax.random.bits(rng, tuple(shape), jnp.uint64)
     # A span of 2**64 wraps to 0.
     drawn = start + jnp.where(span == 0, bits, bits % jnp.maximum(span, 1)).astype(jnp.int64)
@@ -291,6 +292,7 @@ def native_dropout(input: Array, p: Scalar, train: bool | None, rng: Array) -> t
     """Zero elements with probability ``p`` and scale the rest; also where they were kept."""
     if train is False:
         return input, jnp.ones(input.shape, bool)
+    # In double precision, as torch: the scale of p = 1/3 rounds once.
     keep = 1 - cast(p, np.float64)
     mask = _successes(rng, input.shape, keep.astype(np.float32))
     acc_dtype = accumulation_dtype(input.dtype)

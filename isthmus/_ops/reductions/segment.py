@@ -115,6 +115,7 @@ def _product_slope(
     one = jnp.ones((), rows.dtype)
     start = one if initial is None else cast(initial, rows.dtype)
     others = segments.of_row(segments.reduce("prod", jnp.where(zero | nan, one, rows)) * start)
+    # How many other rows of the segment are zero, and how many are nan: they decide the product of the others.
     zeros = segments.of_row(segments.reduce("sum", zero.astype(rows.dtype))) - zero
     nans = segments.of_row(segments.reduce("sum", nan.astype(rows.dtype))) - nan
     others = others * jnp.where(zeros > 0, 0 * one, one) * jnp.where(nans > 0, jnp.nan * one, one)

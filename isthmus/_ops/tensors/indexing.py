@@ -175,6 +175,7 @@ def gather(self: Array, dim: int, index: Array, sparse_grad: bool = False) -> Ar
     if not index.size:
         return jnp.zeros(index.shape, self.dtype)
     places = checked(index, self.shape[axis], RuntimeError, outside(axis, self.shape[axis]))
+    # The index may be shorter than the tensor in the other dims.
     within = self[tuple(slice(None) if d == axis else slice(n) for d, n in enumerate(index.shape))]
     return jnp.take_along_axis(within, places, axis, mode="promise_in_bounds")
 
@@ -410,6 +411,7 @@ def masked_scatter_backward(grad_output: Array, mask: Array, sizes: Ints) -> Arr
     shape = jnp.broadcast_shapes(grad_output.shape, mask.shape)
     holds = jnp.broadcast_to(mask, shape)
     count = int(np.prod(sizes))
+    # Elements that the mask leaves out are sent past the end, where the write is dropped.
     place = jnp.where(holds.reshape(-1), _rank_in_mask(holds), count)
     grad = jnp.broadcast_to(grad_output, shape).reshape(-1)
     return jnp.zeros(count, grad.dtype).at[place].set(grad, mode="drop").reshape(tuple(sizes))

@@ -128,6 +128,7 @@ def _on_diagonal(shape: Ints, offset: int, dim1: int, dim2: int) -> tuple[Positi
     """Return the index of a diagonal with its two dims moved last, and the dims in that order."""
     first, second = wrap_dim(dim1, len(shape)), wrap_dim(dim2, len(shape))
     order = [d for d in range(len(shape)) if d not in (first, second)] + [first, second]
+    # A negative offset starts lower, a positive one further right.
     down, right = max(-offset, 0), max(offset, 0)
     count = max(min(shape[first] - down, shape[second] - right), 0)
     steps = np.arange(count)
@@ -229,6 +230,7 @@ def slice_backward(
 @lowering(aten.unfold_backward.default)
 def unfold_backward(grad_in: Array, input_sizes: Ints, dim: int, size: int, step: int) -> Array:
     """The gradients of windows along a dim, added up where windows overlap."""
+    # The gradient of a window over a 0-dim tensor, which has one element.
     if not input_sizes:
         return grad_in.reshape(())
     axis = wrap_dim(dim, len(input_sizes))

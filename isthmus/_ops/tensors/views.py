@@ -50,6 +50,7 @@ def select(x: Array, dim: int, index: int) -> Array:
 def _slice(x: Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Array:
     """Return a range of a dim, cut to what there is as torch does."""
     dim = wrap_dim(dim, x.ndim)
+    # Python clips a slice exactly as torch does.
     begin, stop, _ = slice(start, end).indices(x.shape[dim])
     return lax.slice_in_dim(x, begin, max(begin, stop), step, dim)
 
