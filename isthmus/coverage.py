@@ -23,7 +23,7 @@ _RUNS_ON_CPU = (
     "CompositeExplicitAutograd",
     "CompositeExplicitAutogradNonFunctional",
 )
-# What answers an op, from the best to the worst.
+# The tiers that run an op, from the fastest to the slowest.
 TIERS = ("lowered", "device", "view", "composite", "decomposed", "cpu")
 LOWERED, DEVICE, VIEW, COMPOSITE, DECOMPOSED, CPU = TIERS
 
@@ -76,35 +76,35 @@ def _is_composite(op: OpOverload) -> bool:
 
 
 def overloads(name: str) -> list[OpOverload]:
-    """Return the overloads a person may mean: ``softmax``, ``aten::add.Tensor``, ``torch.ops.mylib.myop``."""
+    """Return the overloads that a name may stand for: ``softmax``, ``aten::add.Tensor``, ``torch.ops.mylib.myop``."""
     parts = name.replace("::", ".").removeprefix("torch.ops.").removeprefix("torch.").split(".")
     known = set(op_names())
     has_namespace = len(parts) > 1 and any(full.startswith(f"{parts[0]}::") for full in known)
     namespace = parts.pop(0) if has_namespace else "aten"
     packets = [parts[0]] if len(parts) > 1 or parts[0].startswith("_") else [parts[0], f"_{parts[0]}"]
-    found = [op for packet in packets for op in _packet(namespace, packet, known)]
-    return [op for op in found if len(parts) == 1 or op._overloadname == parts[1]]
+    candidates = [op for packet in packets for op in _packet(namespace, packet, known)]
+    return [op for op in candidates if len(parts) == 1 or op._overloadname == parts[1]]
 
 
 def families() -> dict[str, list[OpOverload]]:
     """Return the lowered overloads by the file that lowers them."""
-    found: dict[str, list[OpOverload]] = {}
+    by_family: dict[str, list[OpOverload]] = {}
     for op in registry:
         place = _place_of_lowering(op)
         inside = place.file.is_relative_to(_OPS)
-        found.setdefault(place.file.stem if inside else "elsewhere", []).append(op)
-    return {family: sorted(found[family], key=str) for family in sorted(found)}
+        by_family.setdefault(place.file.stem if inside else "elsewhere", []).append(op)
+    return {family: sorted(by_family[family], key=str) for family in sorted(by_family)}
 
 
 def tiers() -> dict[str, list[OpOverload]]:
     """Return every functional ATen overload torch runs on a CPU by the tier that answers it here."""
-    found: dict[str, list[OpOverload]] = {}
+    by_tier: dict[str, list[OpOverload]] = {}
     known = set(op_names())
     for name in sorted(packet_names("aten")):
         for op in _packet("aten", name, known):
             if not schema_of(op).mutated and any(has_kernel(op, key) for key in _RUNS_ON_CPU):
-                found.setdefault(answer(op).tier, []).append(op)
-    return found
+                by_tier.setdefault(answer(op).tier, []).append(op)
+    return by_tier
 
 
 def packet_names(namespace: str) -> set[str]:

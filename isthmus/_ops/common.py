@@ -27,6 +27,7 @@ from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
 Array = jax.Array
 DType = np.dtype[np.generic]
 Ints = Sequence[int]
+# ml_dtypes adds them to numpy; which there are depends on JAX's version.
 FLOAT8 = frozenset(np.dtype(getattr(jnp, name)) for name in dir(jnp) if name.startswith("float8_"))
 DEFAULT = Promotion.DEFAULT
 NO_OPMATH = Promotion.NO_OPMATH
@@ -107,6 +108,7 @@ def _truncated(array: Array, dtype: DType) -> Array:
     limit = 2.0 ** (8 * integer_dtype.itemsize - 1)
     if array.dtype.itemsize < 4:
         array = array.astype(jnp.float32)  # a float16 has no such limit
+    # A comparison with nan is false, so nan takes the least integer too.
     inside = (array >= -limit) & (array < limit)
     whole = jnp.where(inside, array.astype(integer_dtype), jnp.iinfo(integer_dtype).min).astype(dtype)
     if dtype != np.uint64:
@@ -151,6 +153,7 @@ def _saturates() -> bool:
 
 def _exponents(floats: Array, array: Array) -> Array:
     """Return float32s as powers of two, rounded to the nearest, ties up; the sign is dropped, as torch does."""
+    # A float8_e8m0fnu is the exponent field of a float32 and nothing else.
     bits = lax.bitcast_convert_type(floats, jnp.uint32)
     exponent = (bits >> 23) & 0xFF
     guard, rest = (bits & 0x400000) != 0, (bits & 0x3FFFFF) != 0
@@ -184,6 +187,7 @@ def linear() -> Iterator[None]:
 
 def divide(a: Array, b: Array) -> Array:
     """Divide, rounding once: by a number XLA would multiply by its reciprocal, and 287 / 41 be less than 7."""
+    # XLA cannot tell that the divisor is the same for every element once it depends on ``a``.
     if not b.ndim and jnp.issubdtype(a.dtype, jnp.floating) and not _linear.wanted:
         b = jnp.where(jnp.isnan(a), jnp.ones_like(b), b)
     return jnp.true_divide(a, b)
@@ -192,6 +196,7 @@ def divide(a: Array, b: Array) -> Array:
 def accumulation_dtype(dtype: DTypeLike) -> DType:
     """Return the dtype torch accumulates ``dtype`` in: at least float32."""
     dtype = np.dtype(dtype)
+    # Complex types stay as they are: JAX has no half of them.
     if dtype in (np.dtype(jnp.bfloat16), np.dtype(np.float16)):
         return np.dtype(np.float32)
     return dtype
@@ -237,7 +242,7 @@ def transpose_of(function: Callable[[Array], Array], shape: Ints, dtype: DTypeLi
 
 def rounded(x: Array, dtype: DTypeLike) -> Array:
     """Return ``x`` with the precision of ``dtype``: a conversion there and back may be left out by XLA."""
+    info = jnp.finfo(dtype)
     if accumulation_dtype(dtype) == dtype:
         return x
-    info = jnp.finfo(dtype)
     return jax.lax.reduce_precision(x, info.nexp, info.nmant)

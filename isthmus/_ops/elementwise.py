@@ -38,6 +38,7 @@ def elementwise(
 
     def file(function: Function) -> Function:
         for op in ops:
+            # `lowering` records that this torch does not have the overload.
             if isinstance(op, Missing):
                 lowering(op)(function)
             else:
@@ -64,6 +65,7 @@ def _register(
         out = function(*(cast(v, compute) if n in operands and v is not None else v for n, v in inputs))
         return tuple(cast(part, result) for part in out) if isinstance(out, tuple) else cast(out, result)
 
+    # The registry reads the parameters off the signature, and renamed arguments are matched by it.
     lowered.__signature__ = keyword_signature([a.name for a in arguments])  # type: ignore[attr-defined]
     lowering(op)(lowered)
 

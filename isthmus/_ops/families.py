@@ -1,4 +1,4 @@
-"""Importing this module files every lowering: each module in this folder is a family or a helper."""
+"""Importing this module registers every lowering: each module in this folder is a family or a helper."""
 
 import importlib
 import pkgutil

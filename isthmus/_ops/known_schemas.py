@@ -1,7 +1,7 @@
 """The schemas our lowerings were written for, so that one which no longer fits is noticed before it computes.
 
 torch renames, adds, removes and retypes arguments of ATen ops from release to release. A lowering is called with
-arguments by name, and the shared wrappers (``common.elementwise``, ``foreach``) read names off the schema, so a
+arguments by name, and the shared wrappers (``elementwise``, ``foreach``) read names off the schema, so a
 changed schema could raise in the middle of a program or, worse, put a number where another one belongs.
 
 ``schemas.txt`` lists every op that has a lowering with the arguments that torch gave it when the lowering was
@@ -10,8 +10,8 @@ checked, in one line per form that any supported torch has::
     aten._cdist_backward.default(grad: Tensor, x1: Tensor, x2: Tensor, p: float, cdist: Tensor)
     aten._cdist_backward.default(grad_output: Tensor, x1: Tensor, x2: Tensor, p: float, cdist: Tensor)
 
-``registry.lowering`` asks ``match`` about each op it files. An op whose schema is in the list, or is one in the list
-with further arguments that have defaults, is accepted; arguments that were only renamed are handed to the lowering
+``registry.lowering`` asks ``match`` about each op. An op whose schema is in the list, or is one in the list with
+further arguments that have defaults, is accepted; arguments that were only renamed are handed to the lowering
 under the name it knows. Everything else is refused: the op takes its decomposition or runs on the CPU, and
 ``isthmus doctor`` lists it. ``python tests/update_schemas.py`` adds the forms of the installed torch.
 """

@@ -191,6 +191,7 @@ def _register(
     signature = {_schema_name(name) for name in inspect.signature(function).parameters} - others | ignored
     extra = ({"rng"} if random else set()) | ({"size"} if size is not None else set())
     renamed = _check_drift(schema, signature - extra)
+    # The function keeps the names it was written with; the program uses those of this torch.
     now = {old: new for new, old in renamed.items()}
     parameters = frozenset(now.get(name, name) for name in signature)
     _check_parameters(schema, parameters, random=random, sized=size is not None)
@@ -225,6 +226,7 @@ def _adapted(function: Function, options: Options) -> Function:
     accumulate, dtypes = options.get("accumulate", False), options.get("dtypes")
     if not accumulate and dtypes is None:
         return function
+    # Lowerings call one another with positional arguments; the program passes all by name.
     names = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)
@@ -264,6 +266,7 @@ def _check_dtypes(function: Callable[..., object], present: list[Any], admitted:
 
 def _module_line() -> Place:
     """Return the line of the family's module that is being executed: a decorator, or a statement that reads a table."""
+    # Up to the module's own frame: a helper of the family may stand between it and the decorator.
     frame = sys._getframe(2)
     while frame.f_code.co_name != "<module>" and frame.f_back is not None:
         frame = frame.f_back

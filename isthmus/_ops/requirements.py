@@ -1,7 +1,7 @@
 """A condition on values as an op: ``isthmus::require`` gives its input back, and its program raises unless all hold.
 
 torch checks values of some composite ops on the CPU alone, since on another device it would have to wait for them.
-As an op of its own such a check is part of the program that computes, in every mode, and nothing waits.
+As an op of its own the check is part of the program that computes, in every mode, and nothing waits.
 """
 
 from __future__ import annotations

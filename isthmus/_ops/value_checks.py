@@ -1,4 +1,17 @@
-"""Conditions on values: a lowering requires one, the program returns it, the host raises if it was false."""
+"""Value checks: a lowering requires a condition, the program returns it, the host raises if it was false.
+
+An index out of range cannot raise inside XLA, which clamps it. So ``require(index < size, IndexError, message)`` adds
+a flag to the trace that runs inside ``collecting()``, the program returns ``first_failed``, one integer that is 0 where
+every condition holds, and the host looks it up in ``errors`` when it reads a result::
+
+    with collecting() as checks:
+        outputs = lowering(arguments)          # calls require()
+    code = checks.first_failed(previous_code)  # 0, or 1 + the place in checks.errors
+
+``_device/core/plan.py``, ``_lazy/xla.py``, ``_dynamo/specialization.py`` and ``_export/trace.py`` collect. Outside of
+``collecting()`` a condition is dropped: shape inference has no program to return it from. A condition inside a loop or
+a branch is carried out of it by the code that traces the loop (``_dynamo/subgraphs.py``).
+"""
 
 from __future__ import annotations
 
@@ -32,6 +45,7 @@ class Checks:
 @contextlib.contextmanager
 def collecting() -> Iterator[Checks]:
     """Collect the conditions that lowerings require inside this block."""
+    # Traces nest (a decomposition inside a plan), and each program raises for its own conditions.
     outer = getattr(_local, "checks", None)
     _local.checks = checks = Checks()
     try:

@@ -11,13 +11,14 @@ from isthmus._ops.common import FLOAT32_OR_64, INEXACT, Array
 from isthmus._ops.linalg.matmul import product
 from isthmus._ops.registry import lowering
 
-_MATMUL_ROWS = 25  # with more rows than this torch takes the matrix product unless told otherwise
+_MATMUL_ROWS = 25  # with more rows than this torch takes the matrix product by default
 
 
 def _norm(difference: Array, p: float) -> Array:
     """The p-norm along the last dim, as torch defines it for p = 0 and infinity too."""
     size = jnp.abs(difference)
     if p == 0:
+        # How many coordinates differ; a nan passes both functions, where a comparison would lose it.
         return jnp.minimum(jnp.ceil(size), 1).sum(-1)
     if p == 1:
         return size.sum(-1)
@@ -40,6 +41,7 @@ def _slope(difference: Array, distance: Array, p: float) -> Array:
     flat = distance == 0
     if p < 1:
         flat = flat | (difference == 0)
+    # The quotient is taken everywhere before one is chosen, so no divisor may be zero: its gradient would be nan.
     below = jnp.where(distance == 0, 1, distance)
     if p == 2:
         return jnp.where(flat, 0, difference / below)
@@ -57,6 +59,7 @@ def euclidean_dist(x1: Array, x2: Array) -> Array:
     squares2 = (x2 * x2).sum(-1, keepdims=True)
     left = jnp.concatenate([x1 * -2, squares1, jnp.ones_like(squares1)], -1)
     right = jnp.concatenate([x2, jnp.ones_like(squares2), squares2], -1)
+    # Rounding may leave a small negative square of a distance that is zero.
     return jnp.sqrt(jnp.maximum(product(left, right.swapaxes(-1, -2)), 0))
 
 

@@ -29,12 +29,13 @@ def hermitian(x: Array, upper: bool) -> Array:
     """Complete Hermitian matrices from one triangle: nothing reads the other one."""
     lower = adjoint_of(jnp.triu(x)) if upper else jnp.tril(x)
     strict = jnp.tril(lower, -1)
+    # LAPACK ignores the imaginary part of the diagonal of a Hermitian matrix.
     diagonal = jnp.eye(x.shape[-1], dtype=bool)
     return strict + adjoint_of(strict) + jnp.where(diagonal, lower.real, 0).astype(x.dtype)
 
 
 def nothing(x: Array) -> Array:
-    """Return what torch returns for a result nobody asked for."""
+    """Return the empty tensor that torch returns for a result that was not requested."""
     return jnp.zeros((0,), x.dtype)
 
 
@@ -66,6 +67,7 @@ def _factor(x: Array, upper: bool) -> tuple[Array, Array]:
         return x, jnp.zeros(x.shape[:-2], jnp.int32)
     full = hermitian(x, upper)
     factor = jnp.tril(jax.lax.linalg.cholesky(full, symmetrize_input=False))
+    # XLA answers with a matrix of nan where LAPACK would return `info`; which minor failed is found only if one did.
     failed = jnp.isnan(factor).any((-1, -2))
     info = jax.lax.cond(failed.any(), _first_bad_minor, lambda a: jnp.zeros(a.shape[:-2], jnp.int32), full)
     return factor, jnp.where(failed, jnp.where(info == 0, x.shape[-1], info), 0).astype(jnp.int32)
@@ -145,6 +147,7 @@ def triangular_solve(
 def _lu(x: Array) -> tuple[Array, Array, Array, Array]:
     """Return the packed factors, pivots counted from 1, the permutation of rows, and ``info``."""
     packed, pivots, permutation = jax.lax.linalg.lu(x)
+    # LAPACK's info: the first pivot that is exactly zero, counted from 1.
     zero = jnp.diagonal(packed, axis1=-2, axis2=-1) == 0
     if zero.shape[-1] == 0:
         return packed, pivots + 1, permutation, jnp.zeros(x.shape[:-2], jnp.int32)
@@ -177,6 +180,7 @@ def _permutation(pivots: Array, rows: int) -> Array:
 def _unpack(packed: Array) -> tuple[Array, Array]:
     rows, columns = packed.shape[-2:]
     inner = min(rows, columns)
+    # Both factors share one matrix: the ones on the diagonal of the lower one are not stored.
     lower = jnp.tril(packed[..., :inner], -1) + jnp.eye(rows, inner, dtype=packed.dtype)
     return lower, jnp.triu(packed[..., :inner, :])
 
@@ -228,6 +232,7 @@ def linalg_lu_solve(LU: Array, pivots: Array, B: Array, left: bool = True, adjoi
 def linalg_solve_ex(A: Array, B: Array, left: bool = True, check_errors: bool = False) -> tuple[Array, ...]:
     """Solve ``A X = B`` or ``X A = B``, and return the factors of ``A`` for the gradient."""
     check_unchecked(check_errors)
+    # torch's rule for when the right-hand side is a batch of vectors, not of matrices.
     vector = B.ndim == 1 or (A.ndim - 1 == B.ndim and B.shape == A.shape[:-1])
     packed, pivots, permutation, info = _lu(A)
     solution = _solve_lu(packed, permutation, B[..., None] if vector else B, left=left, adjoint=False)
@@ -245,6 +250,7 @@ def linalg_inv_ex(A: Array, check_errors: bool = False) -> tuple[Array, Array]:
 
 def _parity(pivots: Array, dtype: DTypeLike) -> Array:
     """Return the sign of a permutation: every row exchanged with another turns it."""
+    # A pivot that names its own row exchanges nothing.
     exchanged = pivots != jnp.arange(1, pivots.shape[-1] + 1)
     return (1 - 2 * (exchanged.sum(-1) % 2)).astype(dtype)
 

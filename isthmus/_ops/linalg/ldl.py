@@ -19,6 +19,7 @@ from isthmus._ops.linalg.factorizations import check_unchecked
 from isthmus._ops.registry import lowering
 
 Conjugate = Callable[[Array], Array]
+# Bunch and Kaufman's bound on the growth of elements: below it a pivot of one row may be too small.
 _ALPHA = (1 + np.sqrt(17)) / 8
 
 
@@ -50,6 +51,8 @@ def _choose(matrix: Array, k: Array) -> tuple[Array, Array, Array]:
     largest = jnp.argmax(column)
     here, below = sizes[k, k], jnp.maximum(column[largest], 0)
     across = jnp.where((rows >= k) & (rows != largest), sizes[largest], 0).max()
+    # LAPACK's four cases of sytf2: keep the row, keep it after a look along the largest one's row, exchange, or take
+    # two.
     stay = (here >= _ALPHA * below) | (here >= _ALPHA * below * (below / across))
     alone = sizes[largest, largest] >= _ALPHA * across
     zero = (jnp.maximum(here, below) == 0) | jnp.isnan(here)
@@ -89,6 +92,7 @@ def _step(state: _State, conjugate: Conjugate) -> _State:
     matrix = jnp.where(remains[:, None] & remains[None, :], exchanged - taken, exchanged)
     if conjugate is jnp.conj:  # rounding leaves the diagonal not quite real
         matrix = jnp.where(jnp.eye(matrix.shape[0], dtype=bool), matrix.real, matrix)
+    # LAPACK counts rows from 1, so that a sign can mark a pivot of two rows.
     entry = jnp.where(two, -(row + 1), row + 1).astype(pivots.dtype)
     pivots = pivots.at[k].set(entry)
     pivots = jnp.where(two & (jnp.arange(size) == k + 1), entry, pivots)

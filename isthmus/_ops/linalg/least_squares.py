@@ -36,18 +36,15 @@ def _full_rank(a: Array, b: Array) -> Array:
 
 
 def _any_rank(a: Array, b: Array, rcond: float) -> tuple[Array, Array, Array]:
-    """Return the smallest of the best solutions, the rank, and the singular values it was told from."""
+    """Return the smallest of the best solutions, the rank, and the singular values that decide it."""
     u, s, vh = jnp.linalg.svd(a, full_matrices=False)
     # A negative tolerance means the precision of the dtype, as LAPACK has it.
     tolerance = _precision(s) if rcond < 0 else rcond
+    # Singular values are sorted: the first is the largest.
     large = s > tolerance * s[..., :1]
     inverse = jnp.where(large, 1 / jnp.where(large, s, 1), 0).astype(a.dtype)
     solution = _times(adjoint_of(vh), inverse[..., None] * _times(adjoint_of(u), b))
     return solution, large.sum(-1).astype(jnp.int64), s
-
-
-def _residuals(a: Array, x: Array, b: Array) -> Array:
-    return jnp.square(jnp.abs(b - _times(a, x))).sum(-2)
 
 
 @lowering(aten.linalg_lstsq.default, dtypes=LAPACK)
@@ -71,6 +68,7 @@ def linalg_lstsq(
     a, target = broadcast_batch(self, b[..., None] if vector else b)
     if driver == "gels":
         return _answer_full_rank(a, target, vector)
+    # torch's default, the same as numpy's: machine precision times the larger side.
     usual = _precision(a) * max(rows, columns)
     tolerance = usual if rcond is None else rcond
     if driver == "gelsy" and tolerance > usual:
@@ -88,5 +86,9 @@ def _answer_full_rank(a: Array, b: Array, vector: bool) -> tuple[Array, ...]:
     solution = _full_rank(a, b)
     residuals = none = jnp.zeros((0,), solution.real.dtype)
     if rows > columns:
-        residuals = _residuals(a, solution, b) if columns else jnp.zeros_like(b[..., 0, :].real)
+        residuals = (
+            jnp.square(jnp.abs(b - _times(a, solution))).sum(-2)
+            if columns
+            else jnp.zeros_like(b[..., 0, :].real)
+        )
     return (solution[..., 0] if vector else solution), residuals, jnp.zeros((0,), jnp.int64), none

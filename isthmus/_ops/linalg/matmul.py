@@ -1,4 +1,4 @@
-"""Matrix products, in the precision torch was told to use."""
+"""Matrix products, in the precision that ``torch.set_float32_matmul_precision`` asks for."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from isthmus._graph.names import aten
 from isthmus._ops.common import Array, Scalar, accumulation_dtype, cast, product_dtype, promote
 from isthmus._ops.registry import lowering
 
+# For float32: all its digits, about half of them (TF32 or three bfloat16 passes), or one bfloat16 pass.
 _PRECISION = {
     "highest": jax.lax.Precision.HIGHEST,
     "high": jax.lax.Precision.HIGH,
@@ -26,6 +27,7 @@ def precision() -> jax.lax.Precision:
 def product(a: Array, b: Array, dtype: DTypeLike | None = None) -> Array:
     """Multiply matrices with torch's accumulation: half types in float32."""
     if jnp.issubdtype(a.dtype, jnp.bool_):
+        # How many pairs hold, then whether any does.
         return jnp.matmul(a.astype(jnp.int32), b.astype(jnp.int32)) != 0
     out_dtype = product_dtype(a.dtype) if dtype is None else dtype
     return jnp.matmul(a, b, precision=precision(), preferred_element_type=out_dtype)

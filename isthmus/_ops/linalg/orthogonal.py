@@ -27,6 +27,7 @@ def linalg_qr(A: Array, mode: str = "reduced") -> tuple[Array, Array]:
 @lowering(aten.geqrf.default, dtypes=LAPACK)
 def geqrf(self: Array) -> tuple[Array, Array]:
     """QR as reflectors: R above the diagonal, the vectors below it, their factors beside it."""
+    # numpy's raw mode returns the transpose, LAPACK's column-major view of the matrix.
     reflectors, factors = jnp.linalg.qr(self, mode="raw")
     return reflectors.swapaxes(-1, -2), factors
 
@@ -47,6 +48,7 @@ def ormqr(self: Array, input2: Array, input3: Array, left: bool = True, transpos
     count = input2.shape[-1]
     if self.dtype != input3.dtype or rows != input3.shape[-2 if left else -1] or count > columns:
         raise Unsupported("torch says what does not fit")
+    # torch multiplies by the full square product; XLA forms it if the missing reflectors are columns of zeros.
     square = jnp.pad(self[..., :count], [(0, 0)] * (self.ndim - 1) + [(0, rows - count)])
     product = linalg_householder_product(square, input2)
     product = adjoint_of(product) if transpose else product
@@ -56,6 +58,7 @@ def ormqr(self: Array, input2: Array, input3: Array, left: bool = True, transpos
 @lowering(aten._linalg_eigh.default, dtypes=LAPACK)
 def linalg_eigh(A: Array, UPLO: str = "L", compute_v: bool = True) -> tuple[Array, Array]:
     """Eigenvalues in ascending order, and eigenvectors up to their phase."""
+    # `hermitian` has already chosen the triangle, so XLA need not average the two.
     vectors, values = jax.lax.linalg.eigh(hermitian(A, UPLO.upper() == "U"), symmetrize_input=False)
     message = "the input matrix is ill-conditioned or has too many repeated eigenvalues"
     require(

@@ -35,6 +35,7 @@ def weight_int8pack_mm(self: Array, mat2: Array, scales: Array) -> Array:
     """Multiply by the transpose of an int8 weight whose rows have a scale each."""
     if mat2.dtype != np.int8 or self.dtype.itemsize > 4 or scales.dtype != self.dtype:
         raise Unsupported(f"no product of {self.dtype} and {mat2.dtype} with scales in {scales.dtype}")
+    # In float32 every product of an int8 and a half type is exact.
     operands = self.astype(jnp.float32), mat2.T.astype(jnp.float32)
     products = jnp.matmul(*operands, precision="highest", preferred_element_type=jnp.float32)
     return cast(products * scales.astype(jnp.float32), self.dtype)
@@ -44,6 +45,7 @@ def _check_scales(a: Array, b: Array, scale_a: Array, scale_b: Array) -> None:
     """Leave to the CPU, which may refuse them, types and scales other than one or one per row and column."""
     if a.dtype not in _FLOAT8 or b.dtype not in _FLOAT8:
         raise Unsupported(f"no scaled product of {a.dtype} and {b.dtype}")
+    # A tensor of one row has one scale in either reading, and both give the same product.
     single = scale_a.size == 1 and scale_b.size == 1
     rowwise = scale_a.shape == (a.shape[0], 1) and scale_b.shape == (1, b.shape[1])
     if not (single or rowwise) or scale_a.dtype != np.float32 or scale_b.dtype != np.float32:
@@ -55,14 +57,6 @@ def _scaled(a: Array, b: Array, scale_a: Array, scale_b: Array, bias: Array | No
         scale_a, scale_b = scale_a.reshape(()), scale_b.reshape(())
     out = _product(a, b, jnp.float32) * scale_a * scale_b
     return out if bias is None else out + bias.astype(jnp.float32)
-
-
-def _narrow(x: Array, dtype: DTypeLike) -> Array:
-    """Round to ``dtype``; the float that has no infinity keeps its largest value where a plain cast gives nan."""
-    if np.dtype(dtype) == np.dtype(jnp.float8_e4m3fn):
-        largest = torch.finfo(torch.float8_e4m3fn).max
-        x = jnp.clip(x, -largest, largest)
-    return cast(x, dtype)
 
 
 @lowering(aten._scaled_mm.default, ignores=("use_fast_accum",))
@@ -81,7 +75,11 @@ def scaled_mm(
     out = _scaled(self, mat2, scale_a, scale_b, bias)
     if scale_result is not None and dtype in _FLOAT8:
         out = out / scale_result.astype(jnp.float32).reshape(())
-    return _narrow(out, dtype)
+    if dtype == np.dtype(jnp.float8_e4m3fn):
+        # This float has no infinity; where a plain cast gives nan, the product keeps the largest value.
+        largest = torch.finfo(torch.float8_e4m3fn).max
+        out = jnp.clip(out, -largest, largest)
+    return cast(out, dtype)
 
 
 @lowering(aten._scaled_mm_v2.default, ignores=("use_fast_accum",))

@@ -82,6 +82,7 @@ _LARGE = {
 
 def _hankel(x: Array, order: int) -> tuple[Array, Array]:
     """Hankel's expansion of J and Y for x above 5; nan at infinity."""
+    # The rational functions are fitted in 5 / x, so the caller keeps x away from zero.
     w = 5 / x
     p_num, p_den, q_num, q_den = _LARGE[order]
     p, q = _ratio(w * w, p_num, p_den), w * _ratio(w * w, q_num, q_den)
@@ -100,6 +101,7 @@ def _large(x: Array) -> Array:
 def _bessel_j0(x: Array) -> Array:
     x = jnp.abs(x)
     z = x * x
+    # The first two zeros of J0, squared, are factored out: near them the quotient keeps its digits.
     inner = (z - 5.78318596294678452118) * (z - 30.4712623436620863991) * _ratio(z, c.J0_NUM, c.J0_DEN)
     inner = jnp.where(x < 1e-5, 1 - z / 4, inner)
     return jnp.where(x <= 5, inner, _hankel(_large(x), 0)[0])
@@ -108,6 +110,7 @@ def _bessel_j0(x: Array) -> Array:
 def _bessel_j1(x: Array) -> Array:
     size = jnp.abs(x)
     z = size * size
+    # The same for the first two zeros of J1.
     inner = _ratio(z, c.J1_NUM, c.J1_DEN) * size * (z - 14.6819706421238932572) * (z - 49.2184563216946036703)
     out = jnp.where(size <= 5, inner, _hankel(_large(size), 1)[0])
     return jnp.where(x < 0, -out, out)
@@ -134,6 +137,7 @@ def _bessel_y1(x: Array) -> Array:
 def _modified_bessel_k(x: Array, near: Array, far: Array, scaled: bool) -> Array:
     """K from its expansion up to 2 and that of K exp(x) beyond: infinite at 0, nan below it."""
     far = far / jnp.sqrt(x)
+    # Scaled by exp(x): far away the plain function underflows, the scaled one does not.
     near, far = (near * jnp.exp(x), far) if scaled else (near, jnp.exp(-x) * far)
     out = jnp.where(x <= 2, near, far)
     out = jnp.where(x == 0, jnp.full_like(x, jnp.inf), out)
@@ -160,6 +164,7 @@ def _spherical_bessel_j0(x: Array) -> Array:
 def erfcx(x: Array) -> Array:
     """exp(x * x) * erfc(x) without the overflow."""
     size = jnp.abs(x)
+    # [0, inf] is mapped to [-1, 1], where the Chebyshev series is; infinity over infinity would be nan.
     t = jnp.where(jnp.isinf(size), jnp.ones_like(x), (size - 3.75) / (size + 3.75))
     positive = chebyshev_sum(2 * t, c.ERFCX) / (1 + 2 * size)
     return jnp.where(x < 0, 2 * jnp.exp(x * x) - positive, positive)

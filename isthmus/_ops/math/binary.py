@@ -32,13 +32,12 @@ from isthmus._ops.registry import lowering
 from isthmus._ops.value_checks import require
 from isthmus.errors import Unsupported
 
+Function = Callable[[Array, Array], Array]
 Alpha = Scalar
 """Scales the second operand, but takes no part in promotion."""
 
 
-def _combined(
-    function: Callable[[Array, Array], Array], self: Operand, other: Operand, alpha: Alpha = 1
-) -> Array:
+def _combined(function: Function, self: Operand, other: Operand, alpha: Alpha = 1) -> Array:
     """Return ``function(self, other * alpha)`` in the dtype that the operands promote to."""
     compute, result = promote(self, other)
     a, b = cast(self, compute), cast(other, compute)
@@ -50,7 +49,7 @@ def _combined(
 @lowering(aten.add.Tensor, aten.add.Scalar)
 def add(self: Operand, other: Operand, alpha: Alpha = 1) -> Array:
     """``self + other * alpha``; the sum of bools is whether either holds."""
-    return _combined(lambda a, b: jnp.logical_or(a, b) if a.dtype == jnp.bool_ else a + b, self, other, alpha)
+    return _combined(_by_kind(jnp.logical_or, jnp.add), self, other, alpha)
 
 
 @lowering(aten.sub.Tensor, aten.sub.Scalar)
@@ -67,8 +66,8 @@ def rsub(self: Operand, other: Operand, alpha: Alpha = 1) -> Array:
     return sub(other, self, alpha)
 
 
-def _mul(a: Array, b: Array) -> Array:
-    return jnp.logical_and(a, b) if a.dtype == jnp.bool_ else a * b
+def _by_kind(of_bools: Function, of_numbers: Function) -> Function:
+    return lambda a, b: of_bools(a, b) if a.dtype == jnp.bool_ else of_numbers(a, b)
 
 
 def _floor_divide(a: Array, b: Array) -> Array:
@@ -83,7 +82,9 @@ def _python_floor_divide(a: Array, b: Array) -> Array:
     quotient = (a - remainder) / b
     quotient = jnp.where((remainder != 0) & ((b < 0) != (remainder < 0)), quotient - 1, quotient)
     down = jnp.floor(quotient)
+    # The quotient was divided after a subtraction and may be an ulp below the whole number it stands for.
     rounded = jnp.where(quotient - down > 0.5, down + 1, down)
+    # Python's rule, which torch follows: a zero quotient has the sign of the true one.
     signed_zero = jnp.copysign(jnp.zeros_like(a), a / b)
     result = jnp.where(quotient == 0, signed_zero, rounded)
     return jnp.where(b == 0, a / b, result)
@@ -138,14 +139,6 @@ def _repeated_squares(a: Array, b: Array) -> Array:
     return jax.lax.while_loop(lambda state: jnp.any(state[2] != 0), step, (jnp.ones_like(a), a, b))[0]
 
 
-def _maximum(a: Array, b: Array) -> Array:
-    return jnp.logical_or(a, b) if a.dtype == jnp.bool_ else jnp.maximum(a, b)
-
-
-def _minimum(a: Array, b: Array) -> Array:
-    return jnp.logical_and(a, b) if a.dtype == jnp.bool_ else jnp.minimum(a, b)
-
-
 def _clamp(x: Array, low: Array | None = None, high: Array | None = None) -> Array:
     if low is not None:
         x = jnp.maximum(x, low)
@@ -169,7 +162,7 @@ def logaddexp(a: Array, b: Array) -> Array:
 
 Table = dict[tuple[OpOverload, ...], Callable[..., Array]]
 SAME_DTYPE: Table = {
-    (aten.mul.Tensor, aten.mul.Scalar): _mul,
+    (aten.mul.Tensor, aten.mul.Scalar): _by_kind(jnp.logical_and, jnp.multiply),
     (aten.bitwise_and.Tensor, aten.bitwise_and.Scalar): jnp.bitwise_and,
     (aten.bitwise_or.Tensor, aten.bitwise_or.Scalar): jnp.bitwise_or,
     (aten.bitwise_xor.Tensor, aten.bitwise_xor.Scalar): jnp.bitwise_xor,
@@ -181,8 +174,8 @@ SAME_DTYPE: Table = {
 ORDERED: Table = {
     (aten.fmax.default,): jnp.fmax,
     (aten.fmin.default,): jnp.fmin,
-    (aten.maximum.default,): _maximum,
-    (aten.minimum.default,): _minimum,
+    (aten.maximum.default,): _by_kind(jnp.logical_or, jnp.maximum),
+    (aten.minimum.default,): _by_kind(jnp.logical_and, jnp.minimum),
     (aten.clamp.default, aten.clamp.Tensor): _clamp,
     (aten.clamp_min.default, aten.clamp_min.Tensor): jnp.maximum,
     (aten.clamp_max.default, aten.clamp_max.Tensor): jnp.minimum,
@@ -213,6 +206,7 @@ def _refuse_zeros(other: Operand, b: Array) -> None:
     """Raise what torch's CPU raises for integers divided by zero; XLA would answer with a number."""
     if not jnp.issubdtype(b.dtype, jnp.integer):
         return
+    # A constant of the graph that is not zero needs no check in the program.
     number = other.value if isinstance(other, Number) else other
     if isinstance(number, jax.core.Tracer):
         if isinstance(other, Number):
@@ -222,7 +216,7 @@ def _refuse_zeros(other: Operand, b: Array) -> None:
     require(b != 0, RuntimeError, "ZeroDivisionError")
 
 
-def _division(function: Callable[[Array, Array], Array], self: Operand, other: Operand) -> Array:
+def _division(function: Function, self: Operand, other: Operand) -> Array:
     """Divide and round; integers have no quotient by zero."""
     compute, result = promote(self, other)
     a, b = jnp.broadcast_arrays(cast(self, compute), cast(other, compute))
@@ -267,9 +261,7 @@ def masked_fill(self: Array, mask: Array, value: Operand) -> Array:
     return jnp.where(mask, cast(value, self.dtype), self)
 
 
-def _scaled(
-    function: Callable[[Array, Array], Array], self: Array, tensor1: Array, tensor2: Array, value: Scalar = 1
-) -> Array:
+def _scaled(function: Function, self: Array, tensor1: Array, tensor2: Array, value: Scalar = 1) -> Array:
     """``self + value * function(tensor1, tensor2)``."""
     compute, result = promote(self, tensor1, tensor2)
     a, b, c, scale = (cast(x, compute) for x in (self, tensor1, tensor2, value))

@@ -52,14 +52,11 @@ def _turned(function: Function) -> Function:
 def _exp(z: Array) -> Array:
     x, y = z.real, z.imag
     w = jnp.exp(z)
+    # The angle of an infinite number that has none: C says inf + i nan, or zeros for exp(-inf).
     lost = jnp.isinf(x) & ~jnp.isfinite(y)
     real = jnp.where(lost, jnp.where(x > 0, jnp.inf, 0.0), w.real)
     imag = jnp.where(lost, jnp.where(x > 0, jnp.nan, 0.0), w.imag)
     return jax.lax.complex(real, jnp.where(_alone(y, x), y, imag))
-
-
-def _exp2(z: Array) -> Array:
-    return _exp(jax.lax.complex(z.real * math.log(2), z.imag * math.log(2)))
 
 
 def _logarithm(function: Function) -> Function:
@@ -70,12 +67,9 @@ def _logarithm(function: Function) -> Function:
     return log
 
 
-def _abs(z: Array) -> Array:
-    return jnp.where(jnp.isinf(z.real) | jnp.isinf(z.imag), jnp.inf, jnp.abs(z))
-
-
 def _sqrt(z: Array) -> Array:
     x, y = z.real, z.imag
+    # Above the cut, then mirrored: below it -0.0 must give the conjugate, which XLA's sqrt does not promise.
     w = jnp.sqrt(jax.lax.complex(x, _plain(y)))
     real = jnp.where(jnp.isposinf(x) | jnp.isinf(y), jnp.inf, w.real)
     imag = jnp.where(jnp.isneginf(x) | jnp.isinf(y), jnp.inf, w.imag)
@@ -85,13 +79,14 @@ def _sqrt(z: Array) -> Array:
 def _sinh(z: Array) -> Array:
     x, y = z.real, z.imag
     real = jnp.where(jnp.isinf(x) & ~jnp.isfinite(y), jnp.inf, jnp.sinh(x) * jnp.cos(y))
+    # sinh(0 + i inf) keeps the zero: 0 * nan would not.
     real = jnp.where(_alone(x, y), x, real)
     return jax.lax.complex(real, jnp.where(_alone(y, jnp.cosh(x)), y, jnp.cosh(x) * jnp.sin(y)))
 
 
 def _sin(z: Array) -> Array:
     w = _turned(_sinh)(z)
-    # Of an infinite sine the sign is nobody's; C's is positive.
+    # The sign of an infinite sine is unspecified; C's is positive.
     return jax.lax.complex(w.real, jnp.where(jnp.isinf(z.imag) & ~jnp.isfinite(z.real), jnp.inf, w.imag))
 
 
@@ -158,23 +153,11 @@ def _acosh(z: Array) -> Array:
     return jax.lax.complex(_plain(w.imag), _signed(imag, y))
 
 
-def _log1p(z: Array) -> Array:
-    return jnp.log1p(_as_complex128(z)).astype(z.dtype)
-
-
 def _expm1(z: Array) -> Array:
     # torch's formula: what is lost in exp(z) - 1 is a square of half the angle's sine.
     x, y = z.real, z.imag
     half = jnp.sin(y / 2)
     return jax.lax.complex(jnp.expm1(x) * jnp.cos(y) - 2 * half * half, jnp.exp(x) * jnp.sin(y))
-
-
-def _sigmoid(z: Array) -> Array:
-    return 1 / (1 + _exp(-z))
-
-
-def _rsqrt(z: Array) -> Array:
-    return 1 / _sqrt(z)
 
 
 asin, atan = defined(jnp.arcsin, _turned(_odd(_asinh))), defined(jnp.arctan, _turned(_odd(_atanh)))
@@ -183,8 +166,11 @@ acos, acosh = defined(jnp.arccos, _acos), defined(jnp.arccosh, _acosh)
 sinh, cosh, tanh = defined(jnp.sinh, _sinh), defined(jnp.cosh, _cosh), defined(jnp.tanh, _tanh)
 sin, tan = defined(jnp.sin, _sin), defined(jnp.tan, _turned(_tanh))
 cos = defined(jnp.cos, lambda z: _cosh(jax.lax.complex(-z.imag, z.real)))
-exp, exp2, expm1 = defined(jnp.exp, _exp), defined(jnp.exp2, _exp2), defined(jnp.expm1, _expm1)
+exp, expm1 = defined(jnp.exp, _exp), defined(jnp.expm1, _expm1)
+exp2 = defined(jnp.exp2, lambda z: _exp(jax.lax.complex(z.real * math.log(2), z.imag * math.log(2))))
 log, log2 = defined(jnp.log, _logarithm(jnp.log)), defined(jnp.log2, _logarithm(jnp.log2))
-log10, log1p = defined(jnp.log10, _logarithm(jnp.log10)), defined(jnp.log1p, _log1p)
-sqrt, rsqrt = defined(jnp.sqrt, _sqrt), defined(jax.lax.rsqrt, _rsqrt)
-absolute, sigmoid = defined(jnp.abs, _abs), defined(jax.nn.sigmoid, _sigmoid)
+log10 = defined(jnp.log10, _logarithm(jnp.log10))
+log1p = defined(jnp.log1p, lambda z: jnp.log1p(_as_complex128(z)).astype(z.dtype))
+sqrt, rsqrt = defined(jnp.sqrt, _sqrt), defined(jax.lax.rsqrt, lambda z: 1 / _sqrt(z))
+absolute = defined(jnp.abs, lambda z: jnp.where(jnp.isinf(z.real) | jnp.isinf(z.imag), jnp.inf, jnp.abs(z)))
+sigmoid = defined(jax.nn.sigmoid, lambda z: 1 / (1 + _exp(-z)))

@@ -77,6 +77,7 @@ def fft_c2r(self: Array, dim: list[int], normalization: int, last_dim_size: int)
     sizes = [*(self.shape[d] for d in dims[:-1]), last_dim_size]
     if self.size == 0:
         return jnp.zeros((*self.shape[:last], last_dim_size, *self.shape[last + 1 :]), real_dtype)
+    # The last dim comes last: only there does the result become real.
     inner = _along(self, dims[:-1], forward=False)
     signal = jnp.fft.irfft(inner, n=last_dim_size, axis=last, norm="forward").astype(real_dtype)
     return _scaled(signal, normalization, sizes)

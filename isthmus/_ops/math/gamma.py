@@ -16,6 +16,7 @@ from isthmus._ops.elementwise import elementwise
 from isthmus._ops.math.bessel import polynomial
 from isthmus._ops.registry import lowering
 
+# Half an ulp of 1 in double precision: smaller terms no longer change a sum.
 _EPSILON = 2.0**-53
 _BERNOULLI = (  # (2k)! / B_2k, the denominators of the Euler-Maclaurin sum
     12.0, -720.0, 30240.0, -1209600.0, 47900160.0, -1.307674368e12 / 691, 7.47242496e10,
@@ -42,6 +43,7 @@ def _zeta64(x: Array, q: Array) -> Array:
     x, q = jnp.broadcast_arrays(x.astype(jnp.float64), q.astype(jnp.float64))
     term64 = jnp.power(q, -x)
     first = jnp.where(jnp.abs(term64) < tiny, term64, own)  # XLA has no subnormal numbers
+    # Poles: the harmonic series, and every q for which one term divides by zero.
     infinite = (x == 1) | ((q <= 0) & (q == jnp.floor(q)))
     undefined = (x < 1) | ((q <= 0) & (x != jnp.floor(x)) & ~infinite)
     out = _euler_maclaurin(*_direct_sum(x, q, first, infinite | undefined), x)
@@ -115,10 +117,12 @@ def trigamma(x: Array) -> Array:
     reflected = x < 0.5
     point = jnp.where(reflected, 1 - x, x)
     out = jnp.zeros_like(x)
+    # torch's formula: six steps up, then three terms of the asymptotic series.
     for _ in range(6):
         out, point = out + 1 / (point * point), point + 1
     z = 1 / (point * point)
     out = out + (1 + 1 / (2 * point) + z * (1 / 6 - z * (1 / 30 - z * (1 / 42)))) / point
+    # In the dtype of x, as torch has it: near a pole the rounding of pi shows.
     sine = jnp.sin(jnp.asarray(math.pi, x.dtype) * x)
     return jnp.where(reflected, math.pi**2 / (sine * sine) - out, out)
 

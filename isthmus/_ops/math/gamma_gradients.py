@@ -56,6 +56,7 @@ _DIGAMMA = (
 def _digamma(x: Array) -> Array:
     """The digamma function, rounded as torch rounds it: differences of it are what counts."""
     total, point = jnp.zeros(x.shape, jnp.float64), x
+    # psi(x) = psi(x + 1) - 1 / x, until x is past 10 and the series holds.
     for _ in range(10):
         small = point < 10
         total = jnp.where(small, total - (1 / point).astype(jnp.float64), total)
@@ -112,6 +113,7 @@ def _gamma_saddle(alpha: Array, x: Array) -> Array:
 
 def _gamma_rational(alpha: Array, x: Array) -> Array:
     u, v = _powers(jnp.log(x / alpha), 3), _powers(jnp.log(alpha), 4)
+    # Both polynomials in the two logarithms at once: powers by a table of coefficients.
     p, q = (jnp.sum((u @ jnp.asarray(_GAMMA[:, side])) * v, axis=-1) for side in (0, 1))
     return jnp.exp(p / q)
 
@@ -123,6 +125,7 @@ def dirichlet_grad(x: Array, alpha: Array, total: Array) -> Array:
     beta, edge = total - alpha, total * x * (1 - x)
     doubles = [cast(v, jnp.float64) for v in (x, alpha, total)]
     far = jnp.where((alpha > 6) & (beta > 6), _beta_saddle(*doubles), _beta_rational(*doubles))
+    # torch's bounds, compared in the dtype of x: another rounding would take another formula.
     near_one, near_zero = (x >= 0.5) & (edge < 0.75), (x <= 0.5) & (edge < 2.5)
     out = jnp.where(near_one, -_beta_small_by_beta(1 - x, beta, alpha), far.astype(x.dtype))
     return jnp.where(near_zero, _beta_small_by_alpha(x, alpha, beta), out)

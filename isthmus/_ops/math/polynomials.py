@@ -25,6 +25,7 @@ def _recurrence(first: Array, step: Step, n: Array, needed: Array) -> Array:
 
     One loop runs to the highest degree wanted, and stops early once every value is nan.
     """
+    # What is known without the loop must not make it longer.
     degree = jnp.where(needed, n, 0).astype(jnp.int64)
 
     def left(state: tuple[Array, Array, Array]) -> Array:
@@ -60,6 +61,7 @@ def _sign(n: Array) -> Array:
 
 
 def _closed_u(y: Array, n: Array, angle: Array) -> Array:
+    # Where the sine is zero, the limit of the quotient.
     sine, whole = jnp.sin(angle), (n + 1) * angle
     return jnp.where(sine != 0, jnp.sin(whole) / sine, (n + 1) * jnp.cos(whole) / y)
 

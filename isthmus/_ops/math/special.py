@@ -103,6 +103,7 @@ def round_decimals(self: Array, decimals: int) -> Array:
     if not jnp.issubdtype(self.dtype, jnp.floating):
         raise Unsupported("rounding integers to decimals")
     compute, result = promote(self)
+    # Always a positive power: 10 ** -2 is not exact, 10 ** 2 is.
     x, ten = cast(self, compute), jnp.asarray(10.0 ** abs(decimals), compute)
     return cast(jnp.round(x * ten) / ten if decimals >= 0 else jnp.round(x / ten) * ten, result)
 
@@ -119,6 +120,7 @@ def _shifted(x: Array, by: Array, left: bool) -> Array:
     """Shift, and empty the number where the width is out of range."""
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise Unsupported("shifts are of integers")
+    # A shift by the width or more is undefined in C; torch defines it, and so empties the number.
     bits = x.dtype.itemsize * 8
     fits = (by >= 0) & (by < bits)
     width = jnp.where(fits, by, 0).astype(x.dtype)
@@ -143,6 +145,7 @@ def hash_tensor(self: Array, dim: Ints = (), keepdim: bool = False, mode: int = 
     if mode != 0 or jnp.iscomplexobj(self):
         raise Unsupported("a hash torch refuses as well")
     if jnp.issubdtype(self.dtype, jnp.floating):
+        # torch hashes the bits of the double that a float converts to.
         words = jax.lax.bitcast_convert_type(self.astype(jnp.float64), jnp.uint64)
     else:
         words = cast(self, jnp.int64).astype(jnp.uint64)

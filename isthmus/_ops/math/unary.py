@@ -136,6 +136,7 @@ def angle(self: Array) -> Array:
 def _sgn(x: Array) -> Array:
     """The complex number of length one in the same direction, 0 for 0; the sign of a real number."""
     if jnp.iscomplexobj(x):
+        # The quotient is taken of a safe divisor first: 0 / 0 would reach the gradient through the choice.
         length = jnp.abs(x)
         return jnp.where(length == 0, jnp.zeros((), x.dtype), x / jnp.where(length == 0, 1, length))
     return _sign(x)

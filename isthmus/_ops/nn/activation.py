@@ -14,6 +14,7 @@ from isthmus._ops.common import INEXACT, Array, Scalar, accumulation_dtype, cast
 from isthmus._ops.elementwise import elementwise
 from isthmus._ops.registry import lowering
 
+# The constants of the tanh approximation of gelu (Hendrycks and Gimpel, 2016).
 _TANH_SCALE = math.sqrt(2 / math.pi)
 _TANH_CUBE = 0.044715
 
@@ -50,10 +51,12 @@ def _elu_backward(
 
 
 def _hardtanh(x: Array, low: Array, high: Array) -> Array:
+    # The lower bound first, as torch: where the bounds cross, the upper one wins.
     return jnp.minimum(jnp.maximum(x, low), high)
 
 
 def _hardtanh_backward(grad: Array, x: Array, low: Array, high: Array) -> Array:
+    # Zero at both bounds: a gradient through minimum and maximum would give a half.
     return jnp.where((x <= low) | (x >= high), jnp.zeros_like(grad), grad)
 
 
@@ -84,6 +87,7 @@ def _softshrink(x: Array, lambd: Array) -> Array:
 
 
 def _softplus(x: Array, beta: Array, threshold: Array) -> Array:
+    # Beyond the threshold torch takes x itself: the exponential would overflow, and the rest is below an ulp.
     return jnp.where(x * beta > threshold, x, jnp.log1p(jnp.exp(x * beta)) / beta)
 
 
@@ -112,6 +116,7 @@ def _prelu_backward(grad: Array, x: Array, weight: Array) -> tuple[Array, Array]
 
 
 def _logit_backward(grad: Array, x: Array, eps: float | None) -> Array:
+    # Without eps the function has no value outside [0, 1]; with it, the input was clamped and its gradient is zero.
     low, outside = (0.0, jnp.nan) if eps is None else (eps, 0.0)
     return jnp.where((x < low) | (x > 1 - low), jnp.full_like(grad, outside), grad / (x * (1 - x)))
 

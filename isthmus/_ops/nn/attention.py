@@ -30,6 +30,7 @@ def _bias(logits: Array, bias: Array | None, is_causal: bool) -> Array:
 
 def _softmax(logits: Array) -> tuple[Array, Array]:
     """Return the probabilities and the logarithm of each row's sum; a row of minus infinities gives zeros."""
+    # The maximum cancels in the quotient, so its gradient is zero; computing it would cost a scatter.
     top = jax.lax.stop_gradient(logits.max(-1, keepdims=True, initial=-jnp.inf))
     finite = jnp.where(jnp.isneginf(top), jnp.zeros_like(top), top)
     powers = jnp.exp(logits - finite)
@@ -48,6 +49,7 @@ def attention(
     """
     acc_dtype = accumulation_dtype(query.dtype)
     batch, heads, length, width = query.shape
+    # Grouped queries: each key head serves so many query heads, without a copy of the keys.
     shared = heads // max(key.shape[1], 1)
     factor = 1 / math.sqrt(width) if scale is None else scale
     grouped = query.reshape(batch, key.shape[1], shared, length, width)
@@ -61,6 +63,7 @@ def attention(
 
 def _flash_takes(query: Array, key: Array, value: Array, bias: Array | None, is_causal: bool) -> bool:
     """Return whether cuDNN computes exactly this; with a mask, its rows that see nothing are not torch's."""
+    # cuDNN's kernels are for half types, and for head widths that are multiples of 8.
     half = query.dtype in (jnp.bfloat16, jnp.float16)
     shapes = key.shape == value.shape and (not is_causal or query.shape[2] == key.shape[2])
     return compiler.platform() == "gpu" and half and bias is None and shapes and query.shape[-1] % 8 == 0

@@ -1,4 +1,4 @@
-"""Convolution, transposed convolution and their gradients, in the precision torch was told to use."""
+"""Convolution, transposed convolution and their gradients, in torch's ``set_float32_matmul_precision``."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ def _transposed_weight(weight: Array, groups: int) -> Array:
     into, per_group, *window = weight.shape
     split = weight.reshape(groups, into // groups, per_group, *window)
     swapped = split.swapaxes(1, 2).reshape(groups * per_group, into // groups, *window)
+    # XLA correlates: the window of the transpose is the mirrored one.
     return jnp.flip(swapped, range(2, swapped.ndim))
 
 
@@ -40,6 +41,7 @@ def plan(
     dtype: DTypeLike,
 ) -> Convolution:
     """Return a convolution with results in ``dtype``; a transposed one is a plain one of an input spread out."""
+    # XLA would crop the input, where torch refuses.
     if any(p < 0 for p in padding):
         raise Unsupported("negative padding")
     n = input.ndim - 2
@@ -47,6 +49,7 @@ def plan(
     around = [(p, p) for p in pads]
     spread = [1] * n
     if transposed:
+        # The padding that lets every tap of the window meet every element of the spread input.
         reach = [d * (k - 1) - p for d, k, p in zip(dilations, weight.shape[2:], pads, strict=True)]
         around = [(r, r + extra) for r, extra in zip(reach, each_dim(output_padding, n), strict=True)]
         weight, strides, spread = _transposed_weight(weight, groups), [1] * n, strides

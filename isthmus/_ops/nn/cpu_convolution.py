@@ -78,7 +78,7 @@ def _in_groups(conv: Convolution) -> bool:
 
 
 def apart(conv: Convolution) -> Array:
-    """Return such a convolution."""
+    """Return a convolution as one for each group, or as a sum over the places of its window."""
     if not _in_groups(conv):
         return _by_places(conv)
     inputs, weights = jnp.split(conv.input, conv.groups, 1), jnp.split(conv.weight, conv.groups, 0)

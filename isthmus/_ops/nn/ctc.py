@@ -37,6 +37,7 @@ def _states(targets: Array, lengths: Array, width: int, blank: int) -> Array:
 
 def _skips(states: Array) -> Array:
     """Return whether a path may go to each state from the one before the last."""
+    # A path may skip the blank between two targets that differ; two blanks are equal, so none is skipped to.
     differs = states[:, 2:] != states[:, :-2]
     return jnp.concatenate([jnp.zeros((states.shape[0], min(2, states.shape[1])), bool), differs], 1)
 
@@ -60,6 +61,7 @@ def _emissions(log_probs: Array, states: Array) -> Array:
 
 def _alphas(emitted: Array, skips: Array, within: Array) -> Array:
     """Return the log probability of all beginnings of an alignment that end in a state at a time."""
+    # An alignment begins with a blank or with the first target.
     first = jnp.where(within & (jnp.arange(within.shape[1]) < 2), emitted[0], -jnp.inf)
 
     def step(before: Array, emission: Array) -> tuple[Array, Array]:

@@ -1,4 +1,4 @@
-"""torchvision's ops for detection; each is filed once torchvision defines it, which may be never.
+"""torchvision's ops for detection; each is registered once torchvision defines it, which may be never.
 
 Regions are sampled point by point, one loop step for each point of a bin over all regions at once. How many
 points a bin has may depend on the regions: the loop's length is then a run-time value, and no host reads it.
@@ -15,16 +15,9 @@ import numpy as np
 import torch
 from jax.typing import DTypeLike
 
-from isthmus._ops.common import Array, accumulation_dtype, cast, divide
+from isthmus._ops.common import FLOATING, Array, accumulation_dtype, cast, divide
 from isthmus._ops.registry import lowering_when_defined
 from isthmus._runtime.dtypes import to_torch_dtype
-from isthmus.errors import Unsupported
-
-
-def _check_floating(*arrays: Array) -> None:
-    if any(not jnp.issubdtype(array.dtype, jnp.floating) for array in arrays):
-        raise Unsupported("torchvision has this for floating point only")
-
 
 # Non-maximum suppression
 
@@ -51,6 +44,7 @@ def _keep(dets: Array, scores: Array, iou_threshold: float) -> tuple[Array, Arra
     """Return the boxes by descending score, and which of them no better box that is kept overlaps."""
     _check_boxes(dets, scores)
     dtype = accumulation_dtype(dets.dtype)
+    # Stable: of equal scores torchvision keeps the first box.
     order = jnp.argsort(scores, descending=True, stable=True)
     x1, y1, x2, y2 = (dets[order].astype(dtype)[:, i] for i in range(4))
     areas = (x2 - x1) * (y2 - y1)
@@ -102,6 +96,7 @@ class _Sides(NamedTuple):
 
 
 def _axis(rois: Array, first: int, scale: float, bins: int, length: int, ratio: int, aligned: bool) -> _Axis:
+    # Aligned regions count pixels by their centres.
     offset = 0.5 if aligned else 0.0
     start, end = (rois[:, first + i] * scale - offset for i in (0, 2))
     extent = end - start if aligned else jnp.maximum(end - start, 1)
@@ -125,6 +120,7 @@ def _axes(
 
 def _positions(axis: _Axis, point: Array) -> Array:
     """Return where the ``point``-th point of every bin lies."""
+    # A bin without points is never sampled, but must not divide by zero.
     step = axis.bin / jnp.maximum(axis.points, 1)
     return (axis.start + (point + 0.5) * step)[:, None] + jnp.arange(axis.bins) * axis.bin[:, None]
 
@@ -170,7 +166,7 @@ def _images(rois: Array) -> Array:
     return rois[:, 0].astype(jnp.int32)[:, None, None]
 
 
-@lowering_when_defined("torchvision::roi_align")
+@lowering_when_defined("torchvision::roi_align", dtypes=FLOATING)
 def roi_align(
     input: Array,
     rois: Array,
@@ -181,7 +177,6 @@ def roi_align(
     aligned: bool,
 ) -> Array:
     """The mean of interpolated points in every bin of every region."""
-    _check_floating(input, rois)
     bins, dtype = (pooled_height, pooled_width), accumulation_dtype(input.dtype)
     if rois.shape[0] == 0 or input.size == 0:
         return jnp.zeros((rois.shape[0], input.shape[1], *bins), input.dtype)
@@ -196,7 +191,7 @@ def roi_align(
     return cast(_each_point(axes, total, add).transpose(0, 3, 1, 2), input.dtype)
 
 
-@lowering_when_defined("torchvision::_roi_align_backward")
+@lowering_when_defined("torchvision::_roi_align_backward", dtypes=FLOATING)
 def roi_align_backward(
     grad: Array,
     rois: Array,
@@ -211,7 +206,6 @@ def roi_align_backward(
     aligned: bool,
 ) -> Array:
     """The gradient of ``roi_align``: every pixel gets its share of the bins it was part of."""
-    _check_floating(grad, rois)
     bins, dtype = (pooled_height, pooled_width), accumulation_dtype(grad.dtype)
     total = jnp.zeros((batch_size, height, width, channels), dtype)
     if rois.shape[0] and total.size:
@@ -246,12 +240,11 @@ def _extent(first: Array, last: Array, scale: float, bins: int, length: int) -> 
     return low, high
 
 
-@lowering_when_defined("torchvision::roi_pool")
+@lowering_when_defined("torchvision::roi_pool", dtypes=FLOATING)
 def roi_pool(
     input: Array, rois: Array, spatial_scale: float, pooled_height: int, pooled_width: int
 ) -> tuple[Array, Array]:
     """The largest pixel in every bin of every region, and which it is; an empty bin is 0 of none."""
-    _check_floating(input, rois)
     shape = (rois.shape[0], pooled_height, pooled_width, input.shape[1])
     if rois.shape[0] == 0 or input.size == 0:
         nothing = jnp.zeros((shape[0], shape[3], *shape[1:3]), input.dtype)
@@ -272,6 +265,7 @@ def roi_pool(
         return jnp.where(better, values, state[0]), jnp.where(better, where, state[1])
 
     empty = ((bottom <= top)[:, :, None] | (right <= left)[:, None, :])[..., None]
+    # Not minus infinity: torchvision starts from the lowest finite number, and a bin of -inf pixels keeps it.
     lowest = jnp.where(empty, 0, torch.finfo(to_torch_dtype(input.dtype)).min).astype(input.dtype)
     start = (jnp.broadcast_to(lowest, shape), jnp.full(shape, -1, jnp.int32))
     steps = jnp.maximum((bottom - top).max(), 0) * across
@@ -280,7 +274,9 @@ def roi_pool(
 
 
 @lowering_when_defined(
-    "torchvision::_roi_pool_backward", ignores=("spatial_scale", "pooled_height", "pooled_width")
+    "torchvision::_roi_pool_backward",
+    ignores=("spatial_scale", "pooled_height", "pooled_width"),
+    dtypes=FLOATING,
 )
 def roi_pool_backward(
     grad: Array,
@@ -292,7 +288,6 @@ def roi_pool_backward(
     width: int,
 ) -> Array:
     """The gradient of ``roi_pool``: all of a bin's to its largest pixel."""
-    _check_floating(grad, rois)
     dtype = accumulation_dtype(grad.dtype)
     total = jnp.zeros((batch_size, channels, height * width + 1), dtype)
     images = rois[:, 0].astype(jnp.int32)[:, None, None, None]

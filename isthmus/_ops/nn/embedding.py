@@ -46,6 +46,7 @@ def embedding_renorm(self: Array, indices: Array, max_norm: float, norm_type: fl
     """The table with each named row scaled down to ``max_norm`` where its norm is larger."""
     rows = indices.reshape(-1)
     _require_rows(rows, self.shape[0])
+    # Norms of all rows, though few are named: a gather of the named ones could hold one twice.
     norms = jnp.linalg.norm(self, ord=norm_type, axis=1, keepdims=True)
     named = jnp.zeros((self.shape[0], 1), bool).at[rows].set(True, mode="drop")
     scaled = self * (max_norm / (norms + 1e-7))  # torch's guard against a norm of zero
@@ -71,6 +72,7 @@ def _require_offsets(offsets: Array, count: int, include_last_offset: bool) -> N
 
 def _bag_of_each(offsets: Array, count: int) -> Array:
     """Return the bag each index is in, given where each bag starts."""
+    # Empty bags begin where the next one does; from the right, an index goes to the last of them.
     return jnp.searchsorted(offsets, jnp.arange(count, dtype=offsets.dtype), side="right") - 1
 
 

@@ -13,6 +13,7 @@ from isthmus._ops.common import Array
 from isthmus._ops.nn.resampling import cubic_weights
 from isthmus._ops.registry import lowering
 
+# torch's numbers for padding_mode and interpolation_mode.
 _ZEROS, _BORDER = 0, 1
 _BILINEAR, _NEAREST = 0, 1
 
@@ -31,12 +32,14 @@ def _clip(x: Array, size: int, lost: float) -> Array:
 
 def _reflect(x: Array, size: int, align: bool, whole: bool) -> Array:
     """Return places reflected at the borders; ``whole`` counts the reflections in 32 bits, as torch's 3-D kernel."""
+    # Borders are pixel centres or pixel edges; doubled, both are integers.
     twice_low, twice_high = (0, 2 * (size - 1)) if align else (-1, 2 * size - 1)
     if twice_low == twice_high:
         return jnp.zeros_like(x)
     low, span = twice_low / 2, (twice_high - twice_low) / 2
     away = x - low
     away = jnp.where(away < 0, -away, away)
+    # Piecewise constant: only the remainder has a gradient.
     flips = jax.lax.stop_gradient(jnp.floor(away / span))
     if whole:
         extra = jax.lax.rem(away, jnp.full_like(away, span))
@@ -63,6 +66,7 @@ def _gather(image: Array, places: list[Array]) -> Array:
     indices = []
     for place, size in zip(places, sizes, strict=True):
         inside &= (place >= 0) & (place <= size - 1)
+        # The clip keeps the gather inside; what it reads there is masked below.
         indices.append(jnp.clip(place, 0, size - 1).astype(jnp.int32))
     return jnp.where(inside, image[(slice(None), *indices)], jnp.zeros((), image.dtype))
 

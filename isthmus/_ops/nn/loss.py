@@ -109,6 +109,7 @@ def binary_cross_entropy(
     """Cross entropy of probabilities, each logarithm no lower than -100."""
     require((self >= 0) & (self <= 1), RuntimeError, "all elements of input should be between 0 and 1")
     require((target >= 0) & (target <= 1), RuntimeError, "all elements of target should be between 0 and 1")
+    # torch's clamp: the logarithm of zero would be minus infinity, and 0 times that nan.
     loss = (target - 1) * jnp.maximum(jnp.log1p(-self), -100) - target * jnp.maximum(jnp.log(self), -100)
     return reduce(_weighted(loss, weight), reduction, self.dtype)
 
@@ -118,6 +119,7 @@ def binary_cross_entropy_backward(
     grad_output: Array, self: Array, target: Array, weight: Array | None = None, reduction: int = _MEAN
 ) -> Array:
     """The gradient of the cross entropy for the probabilities."""
+    # torch's EPSILON, which keeps the slope finite at probabilities of 0 and 1.
     slope = (self - target) / jnp.maximum((1 - self) * self, 1e-12)
     return _weighted(_shared(grad_output, self.shape, reduction) * slope, weight)
 

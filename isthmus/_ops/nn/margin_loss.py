@@ -76,6 +76,7 @@ def multi_margin_loss_backward(
         return jnp.zeros(self.shape, self.dtype)
     near, own, scale = _margins(rows, labels, p, margin, weight)
     slope = (near > 0).astype(rows.dtype) if p == 1 else 2 * near
+    # The loss was averaged over the classes, and over the samples too where it was reduced to a mean.
     slope = slope * scale / (rows.shape[1] * (rows.shape[0] if reduction == _MEAN else 1))
     gradient = jnp.where(own, -slope.sum(1, keepdims=True), slope)
     return (gradient * grad_output.reshape(-1, 1)).reshape(self.shape)
@@ -86,6 +87,7 @@ def _labels(rows: Array, target: Array) -> tuple[Array, Array]:
     classes = rows.shape[1]
     inside = (target >= -1) & (target < classes)
     require(inside, RuntimeError, "argument #2 'target' is out of range")
+    # A product of truths: the first -1 ends the list for good.
     real = jnp.cumprod(target >= 0, axis=1).astype(bool)
     samples = jnp.arange(rows.shape[0])[:, None]
     counts = (
@@ -123,6 +125,7 @@ def multilabel_margin_loss_backward(
     if not self.size:
         return jnp.zeros(self.shape, self.dtype)
     real, _ = _labels(rows, labels)
+    # Which classes are no targets comes from the tensor that forward saved, as in torch.
     hits = _violations(rows, labels, real, is_target.reshape(rows.shape) == 0) > 0
     samples = jnp.arange(rows.shape[0])[:, None]
     columns = jnp.where(real, labels, rows.shape[1])

@@ -17,6 +17,7 @@ from isthmus.errors import Unsupported
 
 def moments(x: Array, dims: tuple[int, ...], eps: float) -> tuple[Array, Array, Array]:
     """Return mean, biased variance and reciprocal deviation over ``dims``, which stay as dims of size one."""
+    # Two passes: the mean of squares less the square of the mean would cancel where the mean is large.
     mean = x.mean(dims, keepdims=True)
     var = jnp.square(x - mean).mean(dims, keepdims=True)
     return mean, var, jax.lax.rsqrt(var + eps)
@@ -172,6 +173,7 @@ def batch_norm(
         return (out, *_saved(input, running_mean, running_var, eps), *stats)
     out, mean, var, rstd = _batch_train(input, weight, bias, eps)
     count = math.prod(input.shape) // max(input.shape[1], 1)
+    # torch divides by count - 1, so the running variance of one element is nan.
     unbiased = var * (count / (count - 1)) if count > 1 else var * jnp.nan
     # As wide as torch's decomposition has them; what they are written to, of a half type say, rounds them.
     moved = [
@@ -239,6 +241,7 @@ def batch_norm_backward(
     mean, scale = (save_mean, save_invstd) if train else (running_mean, running_var)
     if mean is None or scale is None:
         raise Unsupported("no statistics, which torch refuses as well")
+    # In evaluation the running statistics are those that normalized.
     rstd = scale if train else jax.lax.rsqrt(cast(scale, dtype) + eps)
     dims = (0, *range(2, ndim))
     g, x = cast(grad_out, dtype), cast(input, dtype)
@@ -293,6 +296,7 @@ def weight_norm_backward(
     grad_w: Array, saved_v: Array, saved_g: Array, saved_norms: Array, dim: int
 ) -> tuple[Array, Array]:
     """The gradients of v and g for w = g * v / norm(v), the norm over every dim but ``dim``."""
+    # The norm's own gradient: what of grad_w points along v goes to g, the rest to v.
     others = tuple(d for d in range(saved_v.ndim) if d != wrap_dim(dim, saved_v.ndim))
     along = jnp.sum(grad_w * saved_v, axis=others, keepdims=True)
     grad_v = saved_g / saved_norms * (grad_w - saved_v * along / (saved_norms * saved_norms))

@@ -50,11 +50,15 @@ def _nearest(size: int, count: int, scale: float | None, exact: bool) -> np.ndar
     return np.minimum(source.astype(np.int64), size - 1)
 
 
-def _sources(size: int, count: int, scale: float | None, align: bool, dtype: Float) -> np.ndarray:
-    places = np.arange(count, dtype=dtype)
+def _aligned_ratio(size: int, count: int, scale: float | None, align: bool, dtype: Float) -> np.floating:
     if align:
-        return (dtype(size - 1) / dtype(count - 1) if count > 1 else dtype(0)) * places
-    return ratio(size, count, scale, dtype) * (places + dtype(0.5)) - dtype(0.5)
+        return dtype(size - 1) / dtype(count - 1) if count > 1 else dtype(0)
+    return ratio(size, count, scale, dtype)
+
+
+def _sources(size: int, count: int, scale: float | None, align: bool, dtype: Float) -> np.ndarray:
+    places, step = np.arange(count, dtype=dtype), _aligned_ratio(size, count, scale, align, dtype)
+    return step * places if align else step * (places + dtype(0.5)) - dtype(0.5)
 
 
 def _linear_taps(size: int, count: int, scale: float | None, align: bool, dtype: Float) -> Taps:
@@ -76,6 +80,7 @@ def _cubic_taps(size: int, count: int, scale: float | None, align: bool, dtype: 
 
 def cubic_weights(t: AnyArray) -> list[AnyArray]:
     """Return the weights of four neighbours of a point ``t`` of the way from the second to the third."""
+    # Keys' parameter: torch takes -0.75 here, and -0.5 where it antialiases, as Pillow does.
     a = -0.75
 
     def near(x: AnyArray) -> AnyArray:
@@ -123,6 +128,7 @@ def _windows(size: int, taps: Taps) -> Windows:
 def _fixed_point(weights: np.ndarray) -> tuple[np.ndarray, int]:
     """Return the weights as 16-bit integers, and by how many bits they are shifted: as many as fit."""
     bits = 0
+    # The precision of torch's uint8 kernels: as many bits as let the largest weight fit an int16.
     while bits < 22 and int(0.5 + weights.max() * (1 << (bits + 1))) < 1 << 15:
         bits += 1
     scaled = weights * (1 << bits)
@@ -152,10 +158,6 @@ def mix_bytes(
 # Antialiasing filters
 
 
-def _triangle(x: np.ndarray) -> np.ndarray:
-    return np.maximum(1 - np.abs(x), 0)
-
-
 def _keys_cubic(x: np.ndarray) -> np.ndarray:
     a, x = -0.5, np.abs(x)
     near = ((a + 2) * x - (a + 3)) * x * x + 1
@@ -163,15 +165,12 @@ def _keys_cubic(x: np.ndarray) -> np.ndarray:
     return np.where(x < 1, near, np.where(x < 2, far, 0.0))
 
 
-def _lanczos(x: np.ndarray) -> np.ndarray:
-    return np.where(np.abs(x) < 3, np.sinc(x) * np.sinc(x / 3), 0.0)
-
-
 def _filter_windows(
     size: int, count: int, scale: float | None, align: bool, width: int, filter: Filter, dtype: Float
 ) -> Windows:
     """Return the places and normalised weights of each output place, rounded in ``dtype`` as torch rounds."""
     step = _aligned_ratio(size, count, scale, align, dtype)
+    # Only downsampling widens the filter: upsampling interpolates.
     support = dtype(width * 0.5) * step if step >= 1 else dtype(width * 0.5)
     taps = math.ceil(support) * 2 + 1
     center = (np.float64(step) * (np.arange(count) + 0.5)).astype(dtype)
@@ -186,12 +185,6 @@ def _filter_windows(
     return np.minimum(cover, size - 1), np.where(
         total != 0, weights / np.where(total == 0, 1, total), weights
     )
-
-
-def _aligned_ratio(size: int, count: int, scale: float | None, align: bool, dtype: Float) -> np.floating:
-    if align:
-        return dtype(size - 1) / dtype(count - 1) if count > 1 else dtype(0)
-    return ratio(size, count, scale, dtype)
 
 
 def _mix_windows(x: Array, dim: int, windows: Windows) -> Array:
@@ -281,6 +274,13 @@ _register_pair("upsample_linear1d", 1, _mixing_function(1, _linear_taps), "align
 _register_pair("upsample_bilinear2d", 2, _mixing_function(2, _linear_taps), "align_corners")
 _register_pair("upsample_trilinear3d", 3, _mixing_function(3, _linear_taps), "align_corners")
 _register_pair("upsample_bicubic2d", 2, _mixing_function(2, _cubic_taps), "align_corners")
-_register_pair("_upsample_bilinear2d_aa", 2, _filter_function(2, _triangle), "align_corners")
+_register_pair(
+    "_upsample_bilinear2d_aa", 2, _filter_function(2, lambda x: np.maximum(1 - np.abs(x), 0)), "align_corners"
+)
 _register_pair("_upsample_bicubic2d_aa", 2, _filter_function(4, _keys_cubic), "align_corners")
-_register_pair("_upsample_lanczos2d_aa", 2, _filter_function(6, _lanczos), "align_corners")
+_register_pair(
+    "_upsample_lanczos2d_aa",
+    2,
+    _filter_function(6, lambda x: np.where(np.abs(x) < 3, np.sinc(x) * np.sinc(x / 3), 0.0)),
+    "align_corners",
+)

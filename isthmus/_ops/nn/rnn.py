@@ -28,6 +28,7 @@ def lstm_cell(
 ) -> tuple[Array, Array, Array]:
     """One step of an LSTM: the new hidden and cell states, and the gates for backward."""
     total = _plus(input_gates, input_bias) + _plus(hidden_gates, hidden_bias)
+    # torch's order of the gates: input, forget, cell, output.
     i, f, g, o = jnp.split(total, 4, axis=1)
     i, f, g, o = jax.nn.sigmoid(i), jax.nn.sigmoid(f), jnp.tanh(g), jax.nn.sigmoid(o)
     cy = f * cx + i * g
@@ -74,6 +75,7 @@ def gru_cell(
 @lowering(aten._thnn_fused_gru_cell_backward.default, accumulate="workspace")
 def gru_cell_backward(grad_hy: Array, workspace: Array, has_bias: bool) -> tuple[Array | None, ...]:
     """The gradients of ``_thnn_fused_gru_cell`` for both sets of gates, the hidden state and the biases."""
+    # The order in which forward saved them.
     reset, update, new, h, hidden = jnp.split(workspace, 5, axis=1)
     for_update = grad_hy * (h - new) * (1 - update) * update
     for_new = grad_hy * (1 - update) * (1 - new * new)
@@ -90,6 +92,7 @@ def _lstm_layer(
     """Return one layer's outputs and last states, (length, batch, width) like its input."""
     from_input, from_hidden, *biases = weights
     acc_dtype = accumulation_dtype(input.dtype)
+    # The input's part of the gates is one product for all times; only the hidden part waits for the step before.
     gates = product(input, from_input.T)
     for bias in biases:
         gates = _plus(gates, bias)
@@ -100,6 +103,7 @@ def _lstm_layer(
         )
         return (hidden, cell), hidden
 
+    # The states stay wide from step to step; what the products read of them is rounded as torch rounds it.
     start = (cast(hx.reshape(hx.shape[-2:]), acc_dtype), cast(cx.reshape(cx.shape[-2:]), acc_dtype))
     (hidden, cell), outputs = jax.lax.scan(step, start, gates, reverse=reverse)
     return cast(outputs, input.dtype), cast(hidden, hx.dtype), cast(cell, cx.dtype)

@@ -16,7 +16,9 @@ from isthmus.errors import Unsupported
 
 
 def _along(function: Callable[[Array, int], Array], x: Array, dim: int, half_to_float: bool) -> Array:
+    # half_to_float is CUDA's fusion of a softmax with the cast of its input.
     result = jnp.float32 if half_to_float else x.dtype
+    # The maximum of an empty row would raise.
     if x.size == 0:
         return jnp.zeros(x.shape, result)
     widened = jnp.atleast_1d(cast(x, accumulation_dtype(x.dtype)))  # a torch scalar has one dim

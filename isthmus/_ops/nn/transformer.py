@@ -45,6 +45,7 @@ def _attend(
         _project(x, w, b).reshape(*x.shape[:2], heads, width // heads)
         for x, w, b in zip(inputs, weights, biases, strict=True)
     )
+    # The query is scaled and rounded before the product, as torch's kernel does it.
     scores = einsum(
         "bqhd,bkhd->bhqk", cast(cast(q, acc_dtype) / math.sqrt(width // heads), dtype), k, acc_dtype
     )

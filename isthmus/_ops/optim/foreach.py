@@ -16,20 +16,25 @@ from isthmus._ops.registry import lowering, registry
 
 
 def single(op: OpOverload, values: tuple[object, ...], keywords: Mapping[str, object]) -> Array:
-    """Lower one call of a single-tensor op, looked up late: its family may be filed after this one."""
+    """Lower one call of a single-tensor op, looked up late: its family may be imported after this one."""
     return registry[op](schema_of(op).bind(values, dict(keywords)))  # type: ignore[no-any-return]
 
 
-def _foreach(name: str, op: OpOverload | Missing, **order: str) -> None:
-    """File ``_foreach_<name>``: each call takes the next item of every list, and the rest as it is.
+def _foreach(op: OpOverload | Missing, *names: str, **order: str) -> None:
+    """Register each ``_foreach_<name>``: each call takes the next item of every list, and the rest as it is.
 
     ``order`` names keywords of ``op`` for arguments that are not in the order of its schema.
     """
-    packet, overload = name.split(".")
-    listed = getattr(getattr(aten, f"_foreach_{packet}"), overload)
-    if isinstance(listed, Missing) or isinstance(op, Missing):
-        lowering(listed)(lambda: None)
-        return
+    for name in names:
+        packet, overload = name.split(".")
+        listed = getattr(getattr(aten, f"_foreach_{packet}"), overload)
+        if isinstance(listed, Missing) or isinstance(op, Missing):
+            lowering(listed)(lambda: None)
+        else:
+            _register_list(listed, op, order)
+
+
+def _register_list(listed: OpOverload, op: OpOverload, order: dict[str, str]) -> None:
     arguments = arguments_of(listed)
     names = [a.name for a in arguments]
     lists = {a.name for a in arguments if a.kind in ("tensors", "scalars")}
@@ -43,7 +48,6 @@ def _foreach(name: str, op: OpOverload | Missing, **order: str) -> None:
             results.append(single(op, tuple(call.values()), keywords))
         return results
 
-    lowered.__doc__ = f"``{op}`` of each tensor of the list."
     lowered.__signature__ = keyword_signature(names)  # type: ignore[attr-defined]
     lowering(listed, static=("ord",) if "ord" in names else ())(lowered)
 
@@ -53,49 +57,33 @@ UNARY = (
     "rsqrt sigmoid sign sin sinh sqrt tan tanh trunc zero"
 )
 for _name in UNARY.split():
-    _foreach(f"{_name}.default", getattr(aten, _name).default)
-
-for _name in ("add", "sub"):
-    _with_number = getattr(aten, _name).Scalar
-    _foreach(f"{_name}.List", getattr(aten, _name).Tensor, alpha="alpha")
-    _foreach(f"{_name}.Scalar", _with_number)
-    _foreach(f"{_name}.ScalarList", _with_number)
-_foreach("add.Tensor", aten.add.Tensor, alpha="alpha")
-for _name in ("mul", "div"):
-    for _overload, _single in {
-        "List": "Tensor",
-        "Tensor": "Tensor",
-        "Scalar": "Scalar",
-        "ScalarList": "Scalar",
-    }.items():
-        _foreach(f"{_name}.{_overload}", getattr(getattr(aten, _name), _single))
-for _name, _clamp in {
-    "clamp_min": aten.clamp_min,
-    "clamp_max": aten.clamp_max,
-    "maximum": aten.clamp_min,
-    "minimum": aten.clamp_max,
-}.items():
-    _foreach(f"{_name}.Scalar", _clamp.default)
-    _foreach(f"{_name}.ScalarList", _clamp.default)
-_foreach("clamp_min.List", aten.maximum.default)
-_foreach("clamp_max.List", aten.minimum.default)
-_foreach("maximum.List", aten.maximum.default)
-_foreach("minimum.List", aten.minimum.default)
-_foreach("pow.List", aten.pow.Tensor_Tensor)
-_foreach("pow.Scalar", aten.pow.Tensor_Scalar)
-_foreach("pow.ScalarList", aten.pow.Tensor_Scalar)
-_foreach("pow.ScalarAndTensor", aten.pow.Scalar)
-_foreach("lerp.List", aten.lerp.Tensor)
-_foreach("lerp.Scalar", aten.lerp.Scalar)
-_foreach("lerp.ScalarList", aten.lerp.Scalar)
+    _foreach(getattr(aten, _name).default, f"{_name}.default")
+_foreach(aten.add.Tensor, "add.List", "add.Tensor", alpha="alpha")
+_foreach(aten.sub.Tensor, "sub.List", alpha="alpha")
+for _name in ("add", "sub", "mul", "div"):
+    _foreach(getattr(aten, _name).Scalar, f"{_name}.Scalar", f"{_name}.ScalarList")
+_foreach(aten.mul.Tensor, "mul.List", "mul.Tensor")
+_foreach(aten.div.Tensor, "div.List", "div.Tensor")
+for _name in ("clamp_min", "maximum"):
+    _foreach(aten.clamp_min.default, f"{_name}.Scalar", f"{_name}.ScalarList")
+    _foreach(aten.maximum.default, f"{_name}.List")
+for _name in ("clamp_max", "minimum"):
+    _foreach(aten.clamp_max.default, f"{_name}.Scalar", f"{_name}.ScalarList")
+    _foreach(aten.minimum.default, f"{_name}.List")
+_foreach(aten.pow.Tensor_Tensor, "pow.List")
+_foreach(aten.pow.Tensor_Scalar, "pow.Scalar", "pow.ScalarList")
+_foreach(aten.pow.Scalar, "pow.ScalarAndTensor")
+_foreach(aten.lerp.Tensor, "lerp.List")
+_foreach(aten.lerp.Scalar, "lerp.Scalar", "lerp.ScalarList")
 for _name in ("addcmul", "addcdiv"):
-    _foreach(f"{_name}.Scalar", getattr(aten, _name).default, value="value")
-    _foreach(f"{_name}.ScalarList", getattr(aten, _name).default, scalars="value")
-_foreach("copy.default", aten.copy.default)
-_foreach("clone.default", aten.clone.default, memory_format="memory_format")
-_foreach("mm.default", aten.mm.default)
-_foreach("max.default", aten.max.default)
-_foreach("norm.Scalar", aten.linalg_vector_norm.default, dtype="dtype")
+    # The list of numbers comes last in the list's schema; of the single op it is the keyword ``value``.
+    _foreach(getattr(aten, _name).default, f"{_name}.Scalar", value="value")
+    _foreach(getattr(aten, _name).default, f"{_name}.ScalarList", scalars="value")
+_foreach(aten.copy.default, "copy.default")
+_foreach(aten.clone.default, "clone.default", memory_format="memory_format")
+_foreach(aten.mm.default, "mm.default")
+_foreach(aten.max.default, "max.default")
+_foreach(aten.linalg_vector_norm.default, "norm.Scalar", dtype="dtype")
 
 
 @lowering(aten._amp_foreach_non_finite_check_and_unscale.default)
@@ -105,12 +93,10 @@ def non_finite_check_and_unscale(
     """Gradients times ``inv_scale``, and 1 if any of them is not finite."""
     bad = [jnp.any(~jnp.isfinite(grad)) for grad in self]
     flag = jnp.any(jnp.stack(bad)) if bad else jnp.zeros((), bool)
-    return [_unscale(g, inv_scale) for g in self], jnp.where(flag, jnp.ones((), found_inf.dtype), found_inf)
-
-
-def _unscale(grad: Array, inv_scale: Array) -> Array:
-    acc_dtype = accumulation_dtype(grad.dtype)
-    return cast(grad.astype(acc_dtype) * cast(inv_scale, acc_dtype).reshape(()), grad.dtype)
+    dtypes = [accumulation_dtype(grad.dtype) for grad in self]
+    pairs = zip(self, dtypes, strict=True)
+    grads = [cast(g.astype(d) * cast(inv_scale, d).reshape(()), g.dtype) for g, d in pairs]
+    return grads, jnp.where(flag, jnp.ones((), found_inf.dtype), found_inf)
 
 
 _SCALING = ("scale_growth_factor", "scale_backoff_factor", "growth_interval")
@@ -131,6 +117,7 @@ def update_scale(
     due = steps == cast(growth_interval, growth_tracker.dtype)
     # torch multiplies in double precision and stores a float.
     scale64 = self.astype(jnp.float64)
+    # A scale that would overflow stays as it is.
     grown = cast(scale64 * cast(scale_growth_factor, jnp.float64), self.dtype)
     shrunk = cast(scale64 * cast(scale_backoff_factor, jnp.float64), self.dtype)
     grows = due.reshape(self.shape) & jnp.isfinite(grown)

@@ -20,6 +20,7 @@ def _gradient(grad: Array, acc_dtype: DType, grad_scale: Array | None, maximize:
     unscaled = cast(grad, acc_dtype)
     if grad_scale is not None:
         unscaled = unscaled / cast(grad_scale, acc_dtype).reshape(())
+    # torch writes the unscaled gradient back to `.grad`.
     return -unscaled if maximize else unscaled, cast(unscaled, grad.dtype)
 
 
@@ -27,6 +28,7 @@ def _unless(found_inf: Array | None, new: Sequence[Arrays], old: Sequence[Arrays
     """Return the new state, or the old one where a gradient was not finite."""
     if found_inf is None:
         return list(new)
+    # A step that overflowed must leave every moment as it was, so the choice is made for all of them.
     skip = found_inf.reshape(()) != 0
     return [
         [jnp.where(skip, before, after) for after, before in zip(a, b, strict=True)]
@@ -124,6 +126,7 @@ def sgd(
         if momentum_buffer_list:
             factor, buffer = cast(momentum, acc_dtype), momentum_buffer_list[index]
             moved = factor * cast(buffer, acc_dtype) + _rest(dampening, acc_dtype) * grad
+            # torch starts the buffer with the first gradient, undampened.
             moved = grad if is_first_step else moved
             grad = grad + factor * moved if nesterov else moved
             buffers.append(cast(moved, buffer.dtype))

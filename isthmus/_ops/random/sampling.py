@@ -41,6 +41,7 @@ def digits(dtype: DTypeLike) -> int:
 
 def unit(rng: Array, shape: Sequence[int], dtype: DTypeLike) -> Array:
     """Return uniform numbers in [0, 1), all exact in ``dtype``, in the dtype torch computes it in."""
+    # As many random bits as the significand holds: one more would round up to 1.
     width = 64 if digits(dtype) > 32 else 32
     bits = jax.random.bits(rng, tuple(shape), jnp.uint64 if width == 64 else jnp.uint32)
     return (bits >> (width - digits(dtype))).astype(accumulation_dtype(dtype)) * 2.0 ** -digits(dtype)
@@ -80,6 +81,7 @@ def exponential_numbers(rng: Array, shape: Sequence[int], dtype: DTypeLike) -> A
     """Return exponential numbers of rate 1, never 0, in the dtype torch computes ``dtype`` in."""
     acc_dtype = accumulation_dtype(dtype)
     u = unit(rng, shape, acc_dtype)
+    # Zero would divide to infinity in `multinomial`; torch puts the smallest step there too.
     return jnp.where(u == 0, jnp.finfo(acc_dtype).eps / 2, -jnp.log1p(-u))
 
 
@@ -88,6 +90,7 @@ def integers(rng: Array, shape: Sequence[int], dtype: DTypeLike, low: Scalar, hi
     dtype = np.dtype(dtype)
     start = cast(low, jnp.int64)
     span = (_last(dtype) - start + 1 if high is None else cast(high, jnp.int64) - start).astype(jnp.uint64)
+    # The remainder of 64 bits is uneven by less than 2**-32 for every span torch's CPU draws from 32 bits.
     bits = jax.random.bits(rng, tuple(shape), jnp.uint64)
     # A span of 2**64 wraps to 0.
     drawn = start + jnp.where(span == 0, bits, bits % jnp.maximum(span, 1)).astype(jnp.int64)
@@ -187,6 +190,7 @@ def geometric(self: Array, p: Scalar, rng: Array) -> Array:
     """How many trials of probability ``p`` it takes to succeed."""
     floating = jnp.issubdtype(self.dtype, jnp.floating)
     acc_dtype = accumulation_dtype(self.dtype) if floating else np.dtype(np.float64)
+    # An exponential waiting time, rounded up, is geometric.
     waits = exponential_numbers(rng, self.shape, acc_dtype) / -jnp.log1p(-cast(p, acc_dtype))
     return cast(jnp.ceil(waits), self.dtype)
 
@@ -288,6 +292,7 @@ def native_dropout(input: Array, p: Scalar, train: bool | None, rng: Array) -> t
     """Zero elements with probability ``p`` and scale the rest; also where they were kept."""
     if train is False:
         return input, jnp.ones(input.shape, bool)
+    # In double precision, as torch: the scale of p = 1/3 rounds once.
     keep = 1 - cast(p, np.float64)
     mask = _successes(rng, input.shape, keep.astype(np.float32))
     acc_dtype = accumulation_dtype(input.dtype)

@@ -22,6 +22,7 @@ def _scanned(scan: Scan, self: Array, dim: int, dtype: DTypeLike | None = None) 
     """A running sum or product; integers become int64, half types accumulate in float32."""
     inexact = jnp.issubdtype(self.dtype, jnp.inexact)
     result = np.dtype(dtype) if dtype is not None else self.dtype if inexact else np.dtype(np.int64)
+    # A running count, then whether it is not zero: XLA has no running sum of booleans.
     if result == np.bool_:
         x = cast(cast(self, result), np.int64)
     else:

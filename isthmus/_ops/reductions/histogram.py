@@ -43,6 +43,7 @@ def _near(x: Array, edges: Array) -> Array:
     """Return the bin of each element among equally spaced edges, whose rounding has the last word."""
     place = _step(x, edges[0], edges[-1], edges.shape[0] - 1)
     low = jnp.maximum(place - 1, 0)
+    # The estimate may be one bin off either way, so three edges decide.
     count = jnp.zeros_like(place)
     for neighbour in (place - 1, place, place + 1):
         real = (neighbour >= 0) & (neighbour < edges.shape[0])

@@ -247,6 +247,7 @@ def logsumexp(self: Array, dim: Named, keepdim: bool = False) -> Array:
 def _complex_logsumexp(x: Array, dims: tuple[int, ...], keepdim: bool) -> Array:
     """The logarithm about the largest real part, as torch takes it."""
     largest = jnp.max(x.real, axis=dims, keepdims=True)
+    # inf - inf would be nan; without the shift an infinite sum is infinite.
     largest = jnp.where(jnp.isinf(largest), jnp.zeros_like(largest), largest)
     out = jnp.log(jnp.sum(jnp.exp(x - largest), axis=dims, keepdims=True)) + largest
     return out if keepdim else jnp.squeeze(out, dims)

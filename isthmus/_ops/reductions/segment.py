@@ -36,7 +36,10 @@ class _Segments:
         assert counted is not None
         if counted.dtype not in (jnp.int32, jnp.int64):
             raise Unsupported(f"torch counts no rows in {counted.dtype}")
-        edges = offsets if lengths is None else _edges(lengths)
+        edges = offsets
+        if lengths is not None:
+            ends = jnp.cumsum(lengths, axis=-1)
+            edges = jnp.concatenate([jnp.zeros((*lengths.shape[:-1], 1), ends.dtype), ends], -1)
         assert edges is not None
         if axis != edges.ndim - 1:
             raise Unsupported("the segments must be of the last dim that lengths or offsets have")
@@ -46,6 +49,7 @@ class _Segments:
         self.lengths = (self.edges[:, 1:] - self.edges[:, :-1]).reshape(-1)
         # Rows before the first segment and after the last are in none.
         numbers = jax.vmap(lambda e: jnp.searchsorted(e, jnp.arange(self.rows), side="right") - 1)(self.edges)
+        # Segments of all leading dims are numbered through, so that one reduction serves them.
         first = jnp.arange(self.edges.shape[0])[:, None] * self.count
         inside = (numbers >= 0) & (numbers < self.count)
         self.total = self.edges.shape[0] * self.count
@@ -58,11 +62,6 @@ class _Segments:
     def of_row(self, values: Array) -> Array:
         """Return for each row what its segment has, zero if it is in none."""
         return values.at[self.numbers].get(mode="fill", fill_value=0)
-
-
-def _edges(lengths: Array) -> Array:
-    ends = jnp.cumsum(lengths, axis=-1)
-    return jnp.concatenate([jnp.zeros((*lengths.shape[:-1], 1), ends.dtype), ends], -1)
 
 
 def _require_lengths(lengths: Array | None, offsets: Array | None, rows: int, unsafe: bool) -> None:
@@ -120,6 +119,7 @@ def _product_slope(
     one = jnp.ones((), rows.dtype)
     start = one if initial is None else cast(initial, rows.dtype)
     others = segments.of_row(segments.reduce("prod", jnp.where(zero | nan, one, rows)) * start)
+    # How many other rows of the segment are zero, and how many are nan: they decide the product of the others.
     zeros = segments.of_row(segments.reduce("sum", zero.astype(rows.dtype))) - zero
     nans = segments.of_row(segments.reduce("sum", nan.astype(rows.dtype))) - nan
     others = others * jnp.where(zeros > 0, 0 * one, one) * jnp.where(nans > 0, jnp.nan * one, one)

@@ -38,6 +38,7 @@ def _sort_packed(x: Array, axis: int, descending: bool) -> Array:
     """Return where each element in order was: XLA's CPU sorts one array of integers several times as fast as two."""
     keys = _rank_keys(x)
     places = jax.lax.broadcasted_iota(jnp.int64, x.shape, axis)
+    # The complement reverses the order of integers without overflow, and leaves ties to the index below.
     packed = (~keys if descending else keys).astype(jnp.int64) << 32 | places
     return jax.lax.sort(packed, dimension=axis) & 0xFFFFFFFF
 
@@ -70,7 +71,7 @@ _INTEGERS = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
 def _plain_bits(x: Array) -> Array:
     """Return the bits of floating numbers, with one zero and one nan.
 
-    They are told by their bits: what is too small for the CPU to compute with is no zero.
+    Compared by their bits: a denormal number, which the CPU flushes when it computes, is no zero.
     """
     integer = _INTEGERS[x.dtype.itemsize]
     bits = jax.lax.bitcast_convert_type(x, integer)
@@ -86,6 +87,7 @@ def _rank_keys(x: Array) -> Array:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     bits = _plain_bits(x)
+    # Negative floats order backwards as integers: all bits but the sign are turned.
     return jnp.where(bits < 0, bits ^ np.iinfo(bits.dtype).max, bits)
 
 
@@ -180,6 +182,7 @@ def mode(self: Array, dim: int = -1, keepdim: bool = False) -> tuple[Array, Arra
     values, indices = (jnp.moveaxis(a, axis, -1) for a in sort_with_indices(self, axis))
     starts = jnp.concatenate([jnp.ones_like(values[..., :1], bool), values[..., 1:] != values[..., :-1]], -1)
     place = jax.lax.broadcasted_iota(jnp.int64, values.shape, values.ndim - 1)
+    # How far into its run of equal elements each one is: the longest run ends where this is largest.
     run = place - jax.lax.cummax(jnp.where(starts, place, 0), values.ndim - 1)
     longest = jax.lax.argmax(run, values.ndim - 1, jnp.int64)[..., None]
     picked = [jnp.moveaxis(jnp.take_along_axis(a, longest, -1), -1, axis) for a in (values, indices)]

@@ -74,7 +74,7 @@ def index(self: Array, indices: Indices) -> Array:
 
 @lowering(aten._unsafe_index.Tensor)
 def unsafe_index(self: Array, indices: Indices) -> Array:
-    """The elements at positions that somebody promised are in range."""
+    """The elements at positions that the caller promises are in range."""
     return self.at[_positions(self, indices, check=False)].get(mode="promise_in_bounds")
 
 
@@ -85,6 +85,7 @@ def put_at(x: Array, position: Position | EllipsisType, values: Array, accumulat
     if not accumulate:
         return x.at[position].set(values)
     if x.dtype == jnp.bool_:
+        # A sum of booleans is whether any of them holds.
         return x.astype(jnp.uint8).at[position].max(values.astype(jnp.uint8)) != 0
     return x.at[position].add(values)
 
@@ -115,6 +116,7 @@ def _index_put(check: bool, self: Array, indices: Indices, values: Array, accumu
     if not present:
         return put_at(self, ..., values, accumulate)
     dim, index = present[0]
+    # A mask picks as many elements as it holds true; written through a choice, the size stays static.
     if len(present) == 1 and index.dtype == jnp.bool_ and index.ndim:
         return _put_by_mask(self, dim, index, values, accumulate)
     return put_at(self, _positions(self, indices, check), values, accumulate)
@@ -178,6 +180,7 @@ def gather(self: Array, dim: int, index: Array, sparse_grad: bool = False) -> Ar
     if not index.size:
         return jnp.zeros(index.shape, self.dtype)
     places = checked(index, self.shape[axis], RuntimeError, outside(axis, self.shape[axis]))
+    # The index may be shorter than the tensor in the other dims.
     within = self[tuple(slice(None) if d == axis else slice(n) for d, n in enumerate(index.shape))]
     return jnp.take_along_axis(within, places, axis, mode="promise_in_bounds")
 
@@ -193,10 +196,6 @@ def scatter_position(x: Array, axis: int, index: Array) -> Position:
     return tuple(grid)
 
 
-def _leading(x: Array, shape: tuple[int, ...]) -> Array:
-    return x[tuple(slice(n) for n in shape)]
-
-
 def _scatter(x: Array, dim: int, index: Array, source: Operand, write: Write) -> Array:
     """Return ``x`` after ``write(flat or whole x, position, values)`` at the positions of a scatter."""
     if not index.size:
@@ -204,8 +203,8 @@ def _scatter(x: Array, dim: int, index: Array, source: Operand, write: Write) ->
     grown = x.reshape(-1) if not x.ndim else x
     index = index.reshape(-1) if not index.ndim else index
     if isinstance(source, jax.Array):
-        source = _leading(source.reshape(-1) if not source.ndim else source, index.shape)
-        values = cast(source, x.dtype)
+        source = source.reshape(-1) if not source.ndim else source
+        values = cast(source[tuple(slice(n) for n in index.shape)], x.dtype)
     else:
         values = jnp.broadcast_to(cast(source, x.dtype), index.shape)
     position = scatter_position(grown, wrap_dim(dim, grown.ndim), index)
@@ -274,6 +273,7 @@ def reduce_at(
     added = target.add(values)
     if reduce == "sum":
         return added
+    # A mean divides by how many values arrived, with or without the element that was there.
     hits = jnp.full(x.shape, int(include_self), jnp.int64).at[position].add(1)
     hits = jnp.maximum(hits, 1)
     if jnp.issubdtype(x.dtype, jnp.integer):
@@ -416,6 +416,7 @@ def masked_scatter_backward(grad_output: Array, mask: Array, sizes: Ints) -> Arr
     shape = jnp.broadcast_shapes(grad_output.shape, mask.shape)
     holds = jnp.broadcast_to(mask, shape)
     count = int(np.prod(sizes))
+    # Elements that the mask leaves out are sent past the end, where the write is dropped.
     place = jnp.where(holds.reshape(-1), _rank_in_mask(holds), count)
     grad = jnp.broadcast_to(grad_output, shape).reshape(-1)
     return jnp.zeros(count, grad.dtype).at[place].set(grad, mode="drop").reshape(tuple(sizes))

@@ -61,14 +61,16 @@ def repeat(self: Array, repeats: Ints) -> Array:
 @lowering(aten.constant_pad_nd.default)
 def constant_pad_nd(self: Array, pad: Ints, value: Scalar = 0) -> Array:
     """The tensor with a border of one value; a negative width cuts off."""
+    # torch lists the last dim first.
     widths = [(0, 0, 0)] * self.ndim
     for i in range(len(pad) // 2):
         widths[self.ndim - 1 - i] = (pad[2 * i], pad[2 * i + 1], 0)
     return jax.lax.pad(self, cast(value, self.dtype), widths)
 
 
-def _padded(x: Array, padding: Ints, mode: str) -> Array:
-    """Return ``x`` padded along its last dims; a negative width cuts off."""
+def _border(mode: str, self: Array, padding: Ints) -> Array:
+    """A border along the last dims of what is inside, reflected or its edge repeated; a negative width cuts off."""
+    x = self
     rank = len(padding) // 2
     widths = [(0, 0)] * (x.ndim - rank) + [
         (padding[2 * i], padding[2 * i + 1]) for i in reversed(range(rank))
@@ -82,14 +84,9 @@ def _padded(x: Array, padding: Ints, mode: str) -> Array:
     return jnp.pad(x[cuts], [(max(a, 0), max(b, 0)) for a, b in widths], mode=mode)
 
 
-def _border(mode: str, self: Array, padding: Ints) -> Array:
-    """A border of what is inside: reflected, or its edge repeated."""
-    return _padded(self, padding, mode)
-
-
 def _border_backward(mode: str, grad_output: Array, self: Array, padding: Ints) -> Array:
     """The gradient of a padding, its transpose."""
-    return transpose_of(lambda x: _padded(x, padding, mode), self.shape, self.dtype, grad_output)
+    return transpose_of(lambda x: _border(mode, x, padding), self.shape, self.dtype, grad_output)
 
 
 for _rank in (1, 2, 3):
@@ -131,6 +128,7 @@ def _on_diagonal(shape: Ints, offset: int, dim1: int, dim2: int) -> tuple[Positi
     """Return the index of a diagonal with its two dims moved last, and the dims in that order."""
     first, second = wrap_dim(dim1, len(shape)), wrap_dim(dim2, len(shape))
     order = [d for d in range(len(shape)) if d not in (first, second)] + [first, second]
+    # A negative offset starts lower, a positive one further right.
     down, right = max(-offset, 0), max(offset, 0)
     count = max(min(shape[first] - down, shape[second] - right), 0)
     steps = np.arange(count)
@@ -184,6 +182,7 @@ def _write_slices(x: Array, part: Array, dim: int, start: Number | int | None, s
         return x
     first = _index_from_front(0 if start is None else start, x.shape[axis])
     part = cast(part, x.dtype)
+    # A contiguous write is one dynamic-update-slice, which XLA does in place; else a scatter.
     if step == 1:
         return jax.lax.dynamic_update_slice_in_dim(x, part, jnp.maximum(first, 0), axis)
     position = jnp.maximum(first, 0) + step * jnp.arange(part.shape[axis])
@@ -231,6 +230,7 @@ def slice_backward(
 @lowering(aten.unfold_backward.default)
 def unfold_backward(grad_in: Array, input_sizes: Ints, dim: int, size: int, step: int) -> Array:
     """The gradients of windows along a dim, added up where windows overlap."""
+    # The gradient of a window over a 0-dim tensor, which has one element.
     if not input_sizes:
         return grad_in.reshape(())
     axis = wrap_dim(dim, len(input_sizes))
@@ -242,6 +242,7 @@ def unfold_backward(grad_in: Array, input_sizes: Ints, dim: int, size: int, step
 
 def _patches(x: Array, kernel: Ints, dilation: Ints, padding: Ints, stride: Ints) -> Array:
     """Return the windows of images as columns: (batch, channels * kernel, positions)."""
+    # One strided slice of the image for each place in the window.
     padded = jnp.pad(x, [(0, 0), (0, 0), (padding[0], padding[0]), (padding[1], padding[1])])
     counts = [(padded.shape[2 + d] - dilation[d] * (kernel[d] - 1) - 1) // stride[d] + 1 for d in (0, 1)]
     taken = []

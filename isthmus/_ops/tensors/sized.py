@@ -12,11 +12,7 @@ from isthmus._ops.reductions.sorting import sort_with_indices
 from isthmus._ops.registry import lowering
 
 
-def _count(self: Array) -> Array:
-    return (self != 0).sum()
-
-
-@lowering(aten.nonzero.default, size=_count)
+@lowering(aten.nonzero.default, size=lambda self: (self != 0).sum())
 def nonzero(self: Array, size: int) -> Array:
     """The indices of every element that is not zero, one row each."""
     if not self.ndim:
@@ -32,11 +28,10 @@ def nonzero_static(self: Array, size: int, fill_value: int = -1) -> Array:
     return jnp.stack(jnp.nonzero(self, size=size, fill_value=fill_value), 1).astype(jnp.int64)
 
 
-def _count_masked(self: Array, mask: Array) -> Array:
-    return jnp.broadcast_to(mask, jnp.broadcast_shapes(self.shape, mask.shape)).sum()
-
-
-@lowering(aten.masked_select.default, size=_count_masked)
+@lowering(
+    aten.masked_select.default,
+    size=lambda self, mask: jnp.broadcast_to(mask, jnp.broadcast_shapes(self.shape, mask.shape)).sum(),
+)
 def masked_select(self: Array, mask: Array, size: int) -> Array:
     """The elements where the mask holds, in row-major order."""
     shape = jnp.broadcast_shapes(self.shape, mask.shape)
@@ -54,6 +49,7 @@ def _groups(starts: Array, order: Array | None, size: int) -> tuple[Array, Array
     """Return (first position, group of each element, size of each group) for runs in an order."""
     group = jnp.cumsum(starts) - 1
     where = jnp.arange(starts.size) if order is None else order
+    # Only the start of a run writes its place; the others aim past the end and are dropped.
     first = jnp.zeros(size, jnp.int64).at[jnp.where(starts, group, size)].set(where, mode="drop")
     inverse = jnp.zeros(starts.size, jnp.int64).at[where].set(group)
     return first, inverse, jnp.zeros(size, jnp.int64).at[group].add(1)
@@ -114,18 +110,15 @@ def _sorted_rows(rows: Array) -> tuple[Array, Array]:
         _, places = sort_with_indices(column[order], 0)
         return order[places]
 
+    # Radix order: a stable sort by the last column first leaves the first column to decide.
     order = jax.lax.fori_loop(0, columns, by_column, jnp.arange(rows.shape[0]))
     ordered = rows[order]
     return _starts((ordered[1:] != ordered[:-1]).any(1), rows.shape[0]), order
 
 
-def _count_unique_dim(self: Array, dim: int, **_: object) -> Array:
-    return _sorted_rows(_rows(self, dim))[0].sum()
-
-
 @lowering(
     aten.unique_dim.default,
-    size=_count_unique_dim,
+    size=lambda self, dim, **_: _sorted_rows(_rows(self, dim))[0].sum(),
     ignores=("sorted", "return_inverse", "return_counts"),
 )
 def unique_dim(self: Array, dim: int, size: int) -> tuple[Array, ...]:
@@ -140,11 +133,7 @@ def _runs(x: Array, dim: int | None) -> Array:
     return _starts((rows[1:] != rows[:-1]).any(1), rows.shape[0])
 
 
-def _count_runs(self: Array, dim: int | None = None, **_: object) -> Array:
-    return _runs(self, dim).sum()
-
-
-@lowering(aten.unique_consecutive.default, size=_count_runs)
+@lowering(aten.unique_consecutive.default, size=lambda self, dim=None, **_: _runs(self, dim).sum())
 def unique_consecutive(
     self: Array, size: int, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
 ) -> tuple[Array, ...]:

@@ -50,6 +50,7 @@ def select(x: Array, dim: int, index: int) -> Array:
 def _slice(x: Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Array:
     """Return a range of a dim, cut to what there is as torch does."""
     dim = wrap_dim(dim, x.ndim)
+    # Python clips a slice exactly as torch does.
     begin, stop, _ = slice(start, end).indices(x.shape[dim])
     return lax.slice_in_dim(x, begin, max(begin, stop), step, dim)
 
@@ -98,6 +99,7 @@ def reinterpret(value: Array, dtype: DTypeLike) -> Array:
         return value
     parts = _plain(value.reshape(-1))
     real = _real_of(dtype)
+    # XLA bitcasts neither booleans nor complex numbers.
     plain = np.dtype(np.uint8) if real == np.bool_ else real
     parts = _bitcast(parts, plain)
     if real == np.bool_:
@@ -125,6 +127,7 @@ def _real_of(dtype: DType) -> DType:
 def _bitcast(flat: Array, dtype: DType) -> Array:
     if flat.dtype == dtype:
         return flat
+    # XLA merges the last dim into a wider type, and splits a wider type into a new last dim.
     ratio = dtype.itemsize // flat.dtype.itemsize
     if ratio > 1:
         flat = flat.reshape(-1, ratio)
