@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from isthmus._device.torch_glue import patches
+from tests.interpreters import forked_early
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "isthmus").rglob("*.py"))
@@ -205,7 +206,7 @@ def test_what_a_third_party_replaced_since_is_left_alone(monkeypatch: pytest.Mon
 
 
 def test_the_device_works_where_no_name_is_found() -> None:
-    python(
+    ran = forked_early(
         """
         import inspect, torch, isthmus
         from isthmus._device.torch_glue import patches
@@ -224,6 +225,7 @@ def test_the_device_works_where_no_name_is_found() -> None:
         assert len(patches.skipped) > 20 and any("torch.Tensor.data_ptr" in line for line in lines), lines
         """
     )
+    assert ran.returncode == 0, ran.stderr
 
 
 EARLY = {
@@ -305,7 +307,7 @@ def test_whatever_comes_first_finds_the_device_whole(names: list[str]) -> None:
 
 
 def test_dynamo_says_nothing_about_pointers_of_cpu_tensors() -> None:
-    python(
+    ran = forked_early(
         """
         import warnings, torch, torch._dynamo
         warnings.simplefilter("error", UserWarning)
@@ -323,6 +325,7 @@ def test_dynamo_says_nothing_about_pointers_of_cpu_tensors() -> None:
         check()
         """
     )
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_pointers_and_sizes_of_other_devices_are_torchs() -> None:

@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 import isthmus
 from isthmus.errors import ConfigError
-from tests.jitting import arange
-from tests.recording import (
+from tests.lazy.helpers import (
     Count,
+    arange,
     eagerly,
     lazily,  # noqa: F401  # around every test
     pending,
