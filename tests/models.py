@@ -71,6 +71,18 @@ class LSTM(nn.Module):
         return (torch.randint(0, 11, (3, 7), generator=g),)
 
 
+class SmallLSTM(LSTM):
+    """One layer on short sequences, for tests that are not slow: each step of each layer is compiled anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(6, 8, batch_first=True, bidirectional=True)
+
+    @staticmethod
+    def batch(g: torch.Generator) -> tuple[Tensor, ...]:
+        return (torch.randint(0, 11, (3, 4), generator=g),)
+
+
 class Transformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()

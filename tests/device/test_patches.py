@@ -16,23 +16,18 @@ import pytest
 import torch
 
 from isthmus._device.torch_glue import patches
-from tests.interpreters import forked_early
+from tests.interpreters import forked_early, fresh
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "isthmus").rglob("*.py"))
 
 
-def python(code: str, autoload: str = "1", prefix: str = "", timeout: int = 240) -> str:
-    """Run code in a new interpreter and return what it printed."""
-    ran = subprocess.run(
-        [sys.executable, "-c", prefix + textwrap.dedent(code)],
-        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": autoload, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+def python(code: str, autoload: str = "1", prefix: str = "") -> str:
+    """Run code where torch is imported, or nothing is with ``autoload="0"``; return what it printed."""
+    code = prefix + textwrap.dedent(code)
+    ran = forked_early(code) if autoload == "1" else fresh(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert ran.returncode == 0, ran.stderr
-    return ran.stdout.strip()
+    return str(ran.stdout).strip()
 
 
 # Every attribute of every module and class of torch, by what it is and where it is written; not by what it holds.
@@ -206,7 +201,7 @@ def test_what_a_third_party_replaced_since_is_left_alone(monkeypatch: pytest.Mon
 
 
 def test_the_device_works_where_no_name_is_found() -> None:
-    ran = forked_early(
+    python(
         """
         import inspect, torch, isthmus
         from isthmus._device.torch_glue import patches
@@ -225,7 +220,6 @@ def test_the_device_works_where_no_name_is_found() -> None:
         assert len(patches.skipped) > 20 and any("torch.Tensor.data_ptr" in line for line in lines), lines
         """
     )
-    assert ran.returncode == 0, ran.stderr
 
 
 EARLY = {
@@ -307,7 +301,7 @@ def test_whatever_comes_first_finds_the_device_whole(names: list[str]) -> None:
 
 
 def test_dynamo_says_nothing_about_pointers_of_cpu_tensors() -> None:
-    ran = forked_early(
+    python(
         """
         import warnings, torch, torch._dynamo
         warnings.simplefilter("error", UserWarning)
@@ -325,7 +319,6 @@ def test_dynamo_says_nothing_about_pointers_of_cpu_tensors() -> None:
         check()
         """
     )
-    assert ran.returncode == 0, ran.stderr
 
 
 def test_pointers_and_sizes_of_other_devices_are_torchs() -> None:

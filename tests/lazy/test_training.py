@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import isthmus
-from tests.models import GPT, LSTM, DropoutMLP, ResNet18, SmallGPT, SmallResNet
+from tests.models import GPT, LSTM, DropoutMLP, ResNet18, SmallGPT, SmallLSTM, SmallResNet
 
 MODES = ["lazy", "jit"]
 RATES = {"SGD": 0.05, "Adam": 3e-3, "AdamW": 3e-3}
@@ -180,21 +180,26 @@ def test_a_learning_rate_that_is_a_float_is_recorded_again_by_jit(optimizer: str
     assert sum(log.replays) == 0
 
 
-QUICK = {"SmallResNet": (SmallResNet, "SGD"), "LSTM": (LSTM, "Adam"), "SmallGPT": (SmallGPT, "AdamW")}
+QUICK = {
+    "SmallResNet": (SmallResNet, "SGD"),
+    "SmallLSTM": (SmallLSTM, "Adam"),
+    "SmallGPT": (SmallGPT, "AdamW"),
+}
 MODELS = {"SmallResNet": SmallResNet, "LSTM": LSTM, "GPT": GPT}
 
 
-@pytest.mark.parametrize(
-    ("name", "mode"),
-    [
-        pytest.param(name, mode, marks=[pytest.mark.slow] * ((name, mode) == ("LSTM", "jit")))
-        for name in QUICK
-        for mode in MODES
-    ],
-)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", QUICK)
 def test_model(name: str, mode: str) -> None:
     make, optimizer = QUICK[name]
     check(mode, make, optimizer, EXTRAS, 6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["LSTM", "GPT"])
+def test_larger_model(name: str, mode: str) -> None:
+    check(mode, MODELS[name], "AdamW" if name == "GPT" else "Adam", EXTRAS, 6)
 
 
 @pytest.mark.slow
