@@ -24,17 +24,19 @@ demo: venv ## train a small GPT on device "jax"
 
 lint: venv ## ruff, and mypy as strict as pyproject.toml says
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 format: venv ## rewrite the sources as ruff would
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test: lint ## lint, then the tests that are not slow, and a part of torch's databases
-	$(BIN)/python -m pytest -n 2 -m 'not slow' --samples 2
+test: venv ## the tests that are not slow, and a part of torch's databases
+	$(BIN)/python -m pytest -n 2 -m 'not slow' --samples 1
 
-test-all: lint ## lint, then every test: torch's databases in full, into build/conformance.json
+test-all: lint ## lint, then every test: torch's databases in full (build/conformance.json), numerics with XLA's optimiser
 	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 -m numerics --xla-default
 
 test-versions: ## other releases of torch and JAX, an environment each (gigabytes), into docs/versions.md
 	$(PYTHON) tests/check_versions.py $(PAIRS)

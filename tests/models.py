@@ -1,4 +1,4 @@
-"""Small models of each family, plain PyTorch, with the data and the loss each is trained on."""
+"""Small models, plain PyTorch, with the data and the loss each is trained on; tests/families/ has published ones."""
 
 from __future__ import annotations
 
@@ -71,6 +71,18 @@ class LSTM(nn.Module):
         return (torch.randint(0, 11, (3, 7), generator=g),)
 
 
+class SmallLSTM(LSTM):
+    """One layer on short sequences, for tests that are not slow: each step of each layer is compiled anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(6, 8, batch_first=True, bidirectional=True)
+
+    @staticmethod
+    def batch(g: torch.Generator) -> tuple[Tensor, ...]:
+        return (torch.randint(0, 11, (3, 4), generator=g),)
+
+
 class Transformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -122,6 +134,94 @@ class VAE(nn.Module):
     @staticmethod
     def batch(g: torch.Generator) -> tuple[Tensor, ...]:
         return torch.randn(5, 12, generator=g), torch.randn(5, 3, generator=g)
+
+
+class DropoutMLP(nn.Module):
+    """Random numbers and running statistics: two kinds of state beside the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 4)
+        )
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.net(x), y)
+
+    @staticmethod
+    def batch(g: torch.Generator) -> tuple[Tensor, ...]:
+        return torch.randn(6, 8, generator=g), torch.randint(0, 4, (6,), generator=g)
+
+
+class SmallResNet(ResNet):
+    """Two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem[0] = nn.Conv2d(3, 4, 3, padding=1, bias=False)
+
+
+class ResNet18(SmallResNet):
+    """Four stages of two blocks, narrow, in float64: so many norms over few samples magnify a float32's rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        stages = [(4, 4, 1), (4, 8, 2), (8, 8, 2), (8, 8, 2)]
+        self.blocks = nn.Sequential(*[nn.Sequential(Block(i, o, s), Block(o, o, 1)) for i, o, s in stages])
+        self.double()
+
+    @staticmethod
+    def batch(g: torch.Generator) -> tuple[Tensor, ...]:
+        x, y = ResNet.batch(g)
+        return x.double(), y
+
+
+class Layer(nn.Module):
+    """One layer of the GPT below."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before, self.after = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0.1)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        split = [
+            t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.before(x)).chunk(3, -1)
+        ]
+        mixed = F.scaled_dot_product_attention(*split, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.after(x))
+
+
+class GPT(nn.Module):
+    """A causal language model whose head is its embedding."""
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.embed, self.places = nn.Embedding(13, 16), nn.Embedding(8, 16)
+        self.layers = nn.Sequential(*[Layer(16, 2) for _ in range(layers)])
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        given = tokens[:, :-1]
+        x = self.embed(given) + self.places(torch.arange(given.shape[1], device=given.device))
+        logits = self.norm(self.layers(x)) @ self.embed.weight.T
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    @staticmethod
+    def batch(g: torch.Generator) -> tuple[Tensor, ...]:
+        return (torch.randint(0, 13, (3, 9), generator=g),)
+
+
+class SmallGPT(GPT):
+    """One layer, for tests that are not slow: a second is compiled again and computes nothing new."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=1)
 
 
 MODELS: list[Any] = [MLP, ResNet, LSTM, Transformer, UNet, VAE]

@@ -118,13 +118,19 @@ def fails(op: Any, *args: Any, error: type[Exception], match: str, id: str = "",
     return Case(op, args, kwargs, id or "fails-" + ",".join(_short(a) for a in args), error, match)
 
 
+def load_families() -> dict[str, list[Case]]:
+    """Every case, by the name of its file in tests/cases/."""
+    families = {}
+    for name in sorted(m.name for m in pkgutil.iter_modules(tests.cases.__path__)):
+        cases: list[Case] = importlib.import_module(f"tests.cases.{name}").CASES
+        # An older torch lacks some overloads; test_registry.py says which may be missing.
+        families[name] = [case for case in cases if not isinstance(case.op, Missing)]
+    return families
+
+
 def load_cases() -> list[Case]:
     """Every case of every family."""
-    found: list[Case] = []
-    for module in sorted(m.name for m in pkgutil.iter_modules(tests.cases.__path__)):
-        found += importlib.import_module(f"tests.cases.{module}").CASES
-    # An older torch lacks some overloads; test_registry.py says which may be missing.
-    return [case for case in found if not isinstance(case.op, Missing)]
+    return [case for cases in load_families().values() for case in cases]
 
 
 def build(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A torch or JAX that changed costs what changed, never the device: see tests/drift.py for how change is staged."""
+"""A torch or JAX that changed costs what changed, never the device: drift.py beside this file stages the change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import isthmus
 from isthmus._graph.names import Missing, overload_named
 from isthmus._graph.schema import Argument, Schema, schema_of
 from isthmus._ops import known_schemas, registry
-from tests.drift import NAME_CHANGES, SCHEMA_CHANGES, private_names
+from tests.device.drift import NAME_CHANGES, SCHEMA_CHANGES, private_names
+from tests.interpreters import forked_early
 
 ROOT = Path(__file__).parents[2]
 # Without these there is no device; `import torch` still works, and the error names what is missing.
@@ -46,10 +47,10 @@ EVERY += [("private", name, change) for name in private_names() for change in NA
 
 
 def run(*arguments: str) -> str:
-    """Return what tests/drift.py said."""
+    """Return what tests/device/drift.py said."""
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
     ran = subprocess.run(
-        [sys.executable, "tests/drift.py", *arguments],
+        [sys.executable, "tests/device/drift.py", *arguments],
         cwd=ROOT,
         env=variables,
         capture_output=True,
@@ -181,9 +182,7 @@ print((x @ x.T).softmax(-1).sum().item(), torch.compile(lambda x: x * 2, backend
 )
 def test_a_load_that_fails_leaves_nothing_half_done(family: str, error: str, name: str) -> None:
     code = INTERRUPTED.format(family=family, error=error)
-    ran = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
-    )
+    ran = forked_early(code)
     assert ran.returncode == 0, ran.stderr
     first, second = ran.stdout.splitlines()
     assert first == name

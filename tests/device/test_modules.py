@@ -53,13 +53,15 @@ KINDS: dict[str, tuple[Do, bool]] = {
 
 
 def parameters() -> Iterator[Any]:
-    """Yield the tests: of each module's about a sixth are not slow."""
-    for place, info in enumerate(module_db):
-        for turn, (kind, dtype) in enumerate((k, d) for d in info.dtypes for k in KINDS):
-            if dtype not in (torch.float32, torch.float64):
-                continue
+    """Yield the tests: of each module's ten two are not slow, which by its name, so that others leave it as it is."""
+    for info in module_db:
+        dtypes = [d for d in info.dtypes if d in (torch.float32, torch.float64)]
+        mine = [(kind, dtype) for dtype in dtypes for kind in KINDS]
+        first = zlib.crc32(info.name.encode())
+        quick = {(first + step) % len(mine) for step in (0, 3)}  # of two kinds
+        for turn, (kind, dtype) in enumerate(mine):
             entry = Entry("module_db", info.name, kind, str(dtype).removeprefix("torch."))
-            marks = [] if (place + turn) % 6 == 0 else [pytest.mark.slow]
+            marks = [] if turn in quick else [pytest.mark.slow]
             yield pytest.param(info, dtype, entry, id=str(entry), marks=marks)
 
 

@@ -5,8 +5,6 @@ import copy
 import gc
 import io
 import pickle
-import subprocess
-import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +15,7 @@ import torch
 from torch import nn
 
 import isthmus
+from tests.interpreters import forked_early
 
 
 def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -296,7 +295,7 @@ assert all(a is b and a.is_jax for a, b in zip(model.parameters(), parameters, s
 
 
 def test_the_first_tensors_of_a_process_may_be_those_of_a_module() -> None:
-    ran = subprocess.run([sys.executable, "-c", FIRST_MOVE], capture_output=True, text=True, timeout=120)
+    ran = forked_early(FIRST_MOVE)
     assert ran.returncode == 0, ran.stderr
 
 

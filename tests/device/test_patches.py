@@ -16,22 +16,18 @@ import pytest
 import torch
 
 from isthmus._device.torch_glue import patches
+from tests.interpreters import forked_early, fresh
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "isthmus").rglob("*.py"))
 
 
-def python(code: str, autoload: str = "1", prefix: str = "", timeout: int = 240) -> str:
-    """Run code in a new interpreter and return what it printed."""
-    ran = subprocess.run(
-        [sys.executable, "-c", prefix + textwrap.dedent(code)],
-        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": autoload, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+def python(code: str, autoload: str = "1", prefix: str = "") -> str:
+    """Run code where torch is imported, or nothing is with ``autoload="0"``; return what it printed."""
+    code = prefix + textwrap.dedent(code)
+    ran = forked_early(code) if autoload == "1" else fresh(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert ran.returncode == 0, ran.stderr
-    return ran.stdout.strip()
+    return str(ran.stdout).strip()
 
 
 # Every attribute of every module and class of torch, by what it is and where it is written; not by what it holds.

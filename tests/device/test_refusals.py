@@ -13,6 +13,7 @@ from torch import Tensor
 
 import isthmus
 from tests.fuzz import refusals
+from tests.interpreters import forked
 from tests.support import in_mode
 
 Make = Callable[..., Tensor]
@@ -317,9 +318,6 @@ def test_a_compiled_call_warns_when_it_is_compiled() -> None:
 
 def test_a_complex_number_made_real_warns_once() -> None:
     """torch itself warns once per process, so it is asked in one of its own."""
-    import subprocess
-    import sys
-
     code = """
 import torch, warnings, isthmus
 x = torch.ones(3, dtype=torch.complex64, device="jax")
@@ -328,7 +326,8 @@ with warnings.catch_warnings(record=True) as given:
     assert x.to(torch.float32).tolist() == [1, 1, 1]
 assert ["Casting complex values to real" in str(w.message) for w in given] == [True], given
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    ran = forked(code)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_old_warnings_are_not_shown_again() -> None:

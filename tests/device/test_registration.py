@@ -13,6 +13,7 @@ import torch
 
 import _isthmus_autoload
 import isthmus
+from tests.interpreters import forked
 
 LATE = """
 import torch
@@ -239,7 +240,7 @@ torch.jax.synchronize()
 names = [open(path).read() for path in glob.glob("/proc/self/task/*/comm")]
 assert not any(name.startswith("pt_autograd") for name in names), names
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    forked(code).check_returncode()
 
 
 def test_random_state_goes_back_and_forth() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from isthmus._device.core.fallback import FallbackWarning
+from tests.interpreters import forked_early
 
 
 @pytest.fixture(autouse=True)
@@ -764,7 +763,5 @@ assert x.grad.shape == q.shape
     ids=["eager", "compiled"],
 )
 def test_flex_attention_is_the_first_thing_a_process_does(call: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FLEX.format(call=call)], capture_output=True, text=True, check=False
-    )
+    done = forked_early(FLEX.format(call=call))
     assert done.returncode == 0, done.stderr[-2000:]

@@ -1,1 +1,1 @@
-"""Tests of export."""
+"""Models as StableHLO: they compute the same in torch, in JAX and without torch, and bad files say what is wrong."""

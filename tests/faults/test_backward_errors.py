@@ -6,10 +6,6 @@ What may end a process runs in others: one for all places and exceptions (places
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +13,8 @@ import torch
 
 from tests.faults import situations
 from tests.faults.places import EXCEPTIONS, PLACES
+from tests.interpreters import forked_early
 
-ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.skipif(
     not hasattr(torch._C, "_remove_obj_from_tls"),
     reason="this torch lacks a name that errors are kept by: they are printed, and backward() raises a SystemError",
@@ -27,17 +23,11 @@ pytestmark = pytest.mark.skipif(
 
 def python(*arguments: str) -> str:
     """Run a module of this folder and return what it printed."""
-    ran = subprocess.run(
-        [sys.executable, "-m", *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    code = "import runpy, sys; del sys.argv[0]; runpy.run_module(sys.argv[0], run_name='__main__')"
+    ran = forked_early(code, *arguments, timeout=280)
     # A negative number is the signal that ended it: -6 is SIGABRT.
     assert ran.returncode == 0, f"exit status {ran.returncode}\n{ran.stdout[-500:]}\n{ran.stderr[-3000:]}"
-    return ran.stdout
+    return str(ran.stdout)
 
 
 @pytest.fixture(scope="module")

@@ -120,8 +120,10 @@ def campaign(mode: str, kind: str, error: Any, wanted: int, times: int = 1, runs
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_an_interrupt_at_any_line(mode: str) -> None:
-    assert campaign(mode, "line", KeyboardInterrupt, 12) >= 8
+def test_an_interrupt_at_some_lines(mode: str) -> None:
+    # The first and the last line of a step and six between: each place costs a step and, in modes whose step is many
+    # programs, three more here and on the CPU. The slow test below visits hundreds.
+    assert campaign(mode, "line", KeyboardInterrupt, 8) >= 6
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import isthmus
 from isthmus._device.core import donation
 from isthmus._runtime import counters
 from tests.faults.training import Training, differences, same
+from tests.interpreters import forked_early
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("fresh_dynamo")]
 
@@ -236,7 +237,8 @@ for thread in threads: thread.start()
 for thread in threads: thread.join()
 assert not errors, errors
 """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=200)
+    ran = forked_early(code)
+    assert ran.returncode == 0, ran.stderr
 
 
 @pytest.mark.slow

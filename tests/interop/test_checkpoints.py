@@ -22,8 +22,8 @@ import torch
 
 import isthmus
 from isthmus.errors import IsthmusError
+from tests.interpreters import forked
 
-ROOT = Path(__file__).parents[2]
 DTYPES = [
     torch.float32,
     torch.float64,
@@ -443,5 +443,5 @@ try:
 except ImportError as error:
     print(error)
 """
-    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    ran = forked(code)
     assert "pip install orbax-checkpoint" in ran.stdout, ran.stderr

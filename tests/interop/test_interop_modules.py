@@ -5,11 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -22,8 +18,7 @@ from flax import linen, nnx
 
 import isthmus
 from isthmus.errors import IsthmusError
-
-ROOT = Path(__file__).parents[2]
+from tests.interpreters import forked
 
 
 class LinenNet(linen.Module):
@@ -476,8 +471,6 @@ try:
 except TypeError as error:
     print(error)
 """
-    ran = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=dict(os.environ), capture_output=True, text=True
-    )
+    ran = forked(code)
     assert ran.returncode == 0, ran.stderr
     assert "takes a module of flax.linen, flax.nnx or equinox" in ran.stdout

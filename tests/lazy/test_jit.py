@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import isthmus
 from isthmus.errors import JitError
-from tests.jitting import arange, check, counted, linear, replays
+from tests.lazy.helpers import arange, check, counted, linear, replays
 
 pytestmark = pytest.mark.usefixtures("settled")
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import isthmus
 from isthmus.errors import JitError
+from tests.interpreters import forked_early
 
 SAME: dict[str, Callable[[Any], Any]] = {}
 EITHER: dict[str, Callable[[Any], Any]] = {}
@@ -524,7 +523,8 @@ x = torch.ones(2, 2).to("jax")
 with torch.autocast("jax", torch.bfloat16):
     assert (x @ x).dtype == torch.bfloat16
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    ran = forked_early(code)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_a_result_that_requires_grad_is_not_silently_detached() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import isthmus
 from isthmus.errors import JitError
 from tests.device.test_fallback import library
-from tests.jitting import Steps, arange, jit_warning
+from tests.lazy.helpers import Steps, arange, jit_warning
 
 pytestmark = pytest.mark.usefixtures("settled")
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import isthmus
 from isthmus.errors import JitError
-from tests.jitting import Steps, arange, check, counted, linear, plainly
+from tests.lazy.helpers import Steps, arange, check, counted, linear, plainly
 
 pytestmark = pytest.mark.usefixtures("settled")
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import isthmus
 from isthmus._device.checks import value_checks
-from tests.jitting import arange, held, replays
+from tests.lazy.helpers import arange, held, replays
 
 pytestmark = pytest.mark.usefixtures("settled")
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import isthmus
-from tests.jitting import arange, check, counted
+from tests.lazy.helpers import arange, check, counted
 
 pytestmark = pytest.mark.usefixtures("settled")
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,9 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 import isthmus
 from isthmus.errors import ConfigError
-from tests.jitting import arange
-from tests.recording import (
+from tests.interpreters import forked
+from tests.lazy.helpers import (
     Count,
+    arange,
     eagerly,
     lazily,  # noqa: F401  # around every test
     pending,
@@ -166,9 +164,7 @@ def test_the_environment_chooses_the_mode() -> None:
         "import torch, isthmus; x = torch.ones(2, device='jax') + 1; "
         "print(isthmus.mode(), isthmus.config.mode, type(x.untyped_storage()._buffer.held).__name__, x.tolist())"
     )
-    environment = {**os.environ, "ISTHMUS_MODE": "lazy"}
-    command = [sys.executable, "-c", code]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    run = forked(code, ISTHMUS_MODE="lazy")
     assert run.stdout == "lazy lazy Node [2.0, 2.0]\n", run.stderr
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 import isthmus
 from isthmus.errors import IsthmusError
 from tests.device.test_fallback import library
-from tests.jitting import arange
-from tests.recording import (
+from tests.lazy.helpers import (
+    arange,
     lazily,  # noqa: F401  # around every test
     pending,
     setting,

@@ -12,9 +12,10 @@ from torch import nn
 
 import isthmus
 from isthmus._graph.nodes import TABLE
-from tests.jitting import arange, held
-from tests.recording import (
+from tests.lazy.helpers import (
     Count,
+    arange,
+    held,
     lazily,  # noqa: F401  # around every test
     setting,
 )

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 
 from isthmus._runtime import counters
+from tests.interpreters import forked_early
 
 SCHEMAS = [
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
@@ -271,5 +270,5 @@ assert not hasattr(torch.ops.torchvision, "roi_pool")
 
 
 def test_torchvision_imported_first_and_with_a_schema_that_changed() -> None:
-    done = subprocess.run([sys.executable, "-c", _EARLY], capture_output=True, text=True, check=False)
+    done = forked_early(_EARLY)
     assert done.returncode == 0, done.stderr

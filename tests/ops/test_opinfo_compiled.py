@@ -19,8 +19,8 @@ from tests.ops.test_opinfo import DTYPES, SPARSE, name_of
 CALLS: dict[str, compiled.Call] = {"compiled": compiled.forward, "compiled gradient": compiled.gradient}
 # Compiling costs more than the values of one more sample are worth: as many, spread over those torch has.
 SAMPLES = {"compiled": 3, "compiled gradient": 1}
-# One test in so many is not slow.
-SPARSITY = 18
+# One test in so many is not slow; each op of tests/cases/ has a compiled test that is not (test_ops.py).
+SPARSITY = 17
 
 
 def plans(op: OpInfo) -> Iterator[tuple[str, torch.dtype]]:
@@ -35,11 +35,11 @@ def plans(op: OpInfo) -> Iterator[tuple[str, torch.dtype]]:
 
 
 def parameters() -> Iterator[Any]:
-    """Yield the tests; a few, spread over the list, are not slow."""
+    """Yield the tests; a few, chosen by their names, are not slow."""
     found = [(op, *plan) for op in sorted(op_db, key=name_of) for plan in plans(op)]
-    for place, (op, kind, dtype) in enumerate(found):
+    for op, kind, dtype in found:
         entry = Entry("op_db", name_of(op), kind, str(dtype).removeprefix("torch."))
-        marks = [] if place % SPARSITY == 0 else [pytest.mark.slow]
+        marks = [] if zlib.crc32(str(entry).encode()) % SPARSITY == 0 else [pytest.mark.slow]
         yield pytest.param(op, dtype, entry, id=str(entry).replace(" ", "_"), marks=marks)
 
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import isthmus
+from tests.interpreters import forked
 
-ROOT = Path(__file__).parents[2]
 # Every way to ask for a tensor: factories, their likes, resizes, and ops whose result is larger than what they read.
 # No size is below 2**50: a machine that tried would not survive one it half has.
 REFUSED = """\
@@ -175,14 +172,7 @@ def test_sizes_that_cannot_be(mode: str) -> None:
         "print(json.dumps(outcomes(json.loads(sys.argv[1]), sys.argv[2])))"
     )
     # In a process of its own, since the failure is its end.
-    ran = subprocess.run(
-        [sys.executable, "-c", script, json.dumps(codes), mode],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    ran = forked(script, json.dumps(codes), mode)
     assert ran.returncode == 0, ran.stderr[-2000:]
     for code, outcome in zip(codes, json.loads(ran.stdout.splitlines()[-1]), strict=True):
         if code in FINE:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -14,9 +11,10 @@ import pytest
 
 from isthmus import config
 from isthmus._dynamo.options import Options
+from tests.interpreters import forked, fresh
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "tests" / "README.md"])
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -43,19 +41,15 @@ def test_there_are_examples() -> None:
 
 @pytest.mark.parametrize(("where", "code"), EXAMPLES, ids=[where for where, _ in EXAMPLES])
 def test_example_runs_without_touching_the_cpu(where: str, code: str) -> None:
-    # A process of its own: examples set options and define ops, as a reader's first program does.
-    ran = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env={**os.environ, "ISTHMUS_FALLBACK": "error"},
-        capture_output=True,
-        text=True,
-    )
+    # A process of its own: examples set options and define ops, as a reader's first program does. The first example a
+    # reader sees has a new interpreter, so that imports are tested as well.
+    run = fresh if where == EXAMPLES[0][0] else forked
+    ran = run(code, ISTHMUS_FALLBACK="error")
     assert ran.returncode == 0, f"{where}\n{ran.stderr}"
     assert "Warning" not in ran.stderr, f"{where}\n{ran.stderr}"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: str(d.relative_to(ROOT)))
 def test_links_lead_somewhere(document: Path) -> None:
     text = FENCE.sub("", document.read_text(encoding="utf-8"))
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -69,7 +63,7 @@ def test_links_lead_somewhere(document: Path) -> None:
             assert anchor in {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}, link
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: str(d.relative_to(ROOT)))
 def test_named_files_and_targets_exist(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     for path in re.findall(r"`((?:isthmus|tests|docs|benchmarks|examples)/[\w./-]+)`", text):
@@ -84,13 +78,9 @@ def test_the_list_of_operators_is_current() -> None:
 
     if not torch.__version__.startswith("2.13"):
         pytest.skip("the page is written for torch 2.13, and which ops there are depends on the version")
-    script = [
-        sys.executable,
-        "-c",
-        "import runpy; print(runpy.run_path('docs/make_ops.py')['text'](), end='')",
-    ]
-    made = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert (ROOT / "docs" / "ops.md").read_text(encoding="utf-8") == made.stdout, "run `make docs`"
+    ran = forked("import runpy; print(runpy.run_path('docs/make_ops.py')['text'](), end='')")
+    assert ran.returncode == 0, ran.stderr
+    assert (ROOT / "docs" / "ops.md").read_text(encoding="utf-8") == ran.stdout, "run `make docs`"
 
 
 def test_the_list_of_settings_is_current() -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ast
 import json
-import os
-import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.interpreters import forked_early, fresh
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "isthmus"
@@ -118,15 +117,9 @@ def test_only_config_reads_the_environment() -> None:
     assert readers <= {"config.py"}
 
 
-def python(code: str, **environment: str) -> str:
-    """Run code in a new interpreter and return what it printed."""
-    ran = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, **environment},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+def python(code: str, run: Any = fresh, **environment: str) -> str:
+    """Run code in another process and return what it printed."""
+    ran = run(code, **environment)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout.strip()
 
@@ -149,7 +142,7 @@ def test_import_isthmus_loads_neither_jax_nor_dynamo() -> None:
 
 
 def test_the_first_tensor_loads_jax() -> None:
-    loaded = python("import torch; torch.empty(2, device='jax')" + LOADED)
+    loaded = python("import torch; torch.empty(2, device='jax')" + LOADED, forked_early)
     assert "'jax'" in loaded
     assert "'isthmus._ops.registry'" in loaded
 
@@ -164,7 +157,8 @@ def test_either_may_be_imported_first(first: str, autoload: str) -> None:
 
 
 def test_every_public_name_is_there() -> None:
-    assert python("import isthmus; print([n for n in isthmus.__all__ if not hasattr(isthmus, n)])") == "[]"
+    code = "import isthmus; print([n for n in isthmus.__all__ if not hasattr(isthmus, n)])"
+    assert python(code, forked_early) == "[]"
 
 
 SETTINGS = """
@@ -206,7 +200,7 @@ def test_using_the_device_leaves_torch_as_it_was() -> None:
     # After the layer is drawn: making one takes numbers from the CPU's generator.
     seeded = "before = of_torch()"
     code = SETTINGS + USE.format(seeded=seeded) + "print(json.dumps([before, of_torch()]))"
-    before, after = json.loads(python(code))
+    before, after = json.loads(python(code, forked_early))
     assert before == after
     assert len(before) == 11
 
@@ -216,7 +210,7 @@ def test_using_the_device_leaves_jax_as_it_was(x64: str) -> None:
     reads = "{name: repr(getattr(jax.config, name, None)) for name in sorted(jax.config.values)}"
     code = f"import jax; before = {reads}" + SETTINGS + USE.format(seeded="")
     code += f"print(json.dumps([before, {reads}, str(jax.numpy.arange(3).dtype)]))"
-    before, after, dtype = json.loads(python(code, JAX_ENABLE_X64=x64))
+    before, after, dtype = json.loads(python(code, forked_early, JAX_ENABLE_X64=x64))
     assert before == after
     assert len(before) > 50
     assert before["jax_enable_x64"] == str(x64 == "1")
@@ -238,4 +232,4 @@ def test_jax_in_other_threads_is_untouched() -> None:
     stop.set(); watcher.join()
     print(seen)
     """
-    assert python(code, PYTHONWARNINGS="ignore", JAX_ENABLE_X64="0") == "{'int32'}"
+    assert python(code, forked_early, JAX_ENABLE_X64="0") == "{'int32'}"

@@ -74,7 +74,9 @@ def test_license_is_apache() -> None:
 def test_ci_runs_what_a_contributor_runs() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
-    assert "make test" in script.read_text()
+    commands = script.read_text().splitlines()
+    assert {"make lint", "exec make test"} <= set(commands)
+    assert "set -euo pipefail" in commands  # so that lint that fails ends it
 
 
 @pytest.mark.parametrize("target", ["venv", "demo", "test", "test-all", "lint"])
@@ -84,11 +86,20 @@ def test_make_target_exists(target: str) -> None:
     assert asked.returncode == 0, asked.stderr
 
 
-def test_make_test_lints_and_tests() -> None:
-    said = subprocess.run(["make", "-n", "test"], cwd=ROOT, capture_output=True, text=True).stdout
-    for part in ("ruff check", "mypy", "pytest", "not slow"):
-        assert part in said
-    assert "strict = true" in (ROOT / "pyproject.toml").read_text()
+def commands_of(target: str) -> str:
+    """Return the commands that a target would run."""
+    return subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True).stdout
+
+
+def test_make_lints_and_tests() -> None:
+    for part in ("ruff check", "ruff format --check", "mypy"):
+        assert part in commands_of("lint")
+    for part in ("pytest", "not slow"):
+        assert part in commands_of("test")
+    for part in ("ruff check", "mypy", "pytest", "--xla-default"):
+        assert part in commands_of("test-all")
+    assert PROJECT["tool"]["mypy"]["strict"] is True
+    assert PROJECT["tool"]["pytest"]["ini_options"]["xfail_strict"] is True
 
 
 def test_make_installs_the_pinned_torch_first() -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +13,8 @@ import pytest
 
 import isthmus
 from isthmus._runtime import compiler
+from tests.interpreters import forked
 
-ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import json, torch, isthmus
 x = torch.arange(6.0).reshape(2, 3).to("jax")
@@ -29,10 +26,7 @@ X = np.arange(6.0, dtype=np.float32)
 
 def run(cache: Path) -> tuple[list[float], dict[str, int]]:
     """Run the program in a process of its own, and return what it computed and counted."""
-    environment = {**os.environ, "ISTHMUS_CACHE": str(cache)}
-    ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    ran = forked(PROGRAM, ISTHMUS_CACHE=str(cache))
     assert ran.returncode == 0, ran.stderr
     values, counts = json.loads(ran.stdout)
     return values, counts

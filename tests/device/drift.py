@@ -1,4 +1,4 @@
-"""Runs Isthmus beside a torch or JAX that has changed, in a process of its own: ``python tests/drift.py ...``.
+"""Runs Isthmus beside a torch or JAX that has changed, in a process of its own: ``python tests/device/drift.py ...``.
 
 ``schemas CHANGE SHARE``   a share of all ops has other arguments than our lowerings and kernels were written for.
                           What is changed is our list of known schemas, so that torch itself stays consistent.
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-PACKAGE = Path(__file__).resolve().parent.parent / "isthmus"
+PACKAGE = Path(__file__).resolve().parents[2] / "isthmus"
 PRIVATE = (
     "_device/torch_glue/private.py",
     "_dynamo/private.py",

@@ -1,16 +1,27 @@
-"""Functions to put under ``isthmus.jit``, and what is asked of them."""
+"""What tests of lazy mode and ``isthmus.jit`` share: exact inputs, the mode as a fixture, counts, functions under jit.
+
+A file whose tests all run in lazy mode imports the fixture ``lazily``, which then holds for each of them; ``check``
+runs a scenario with and without jit and asks for the same observations.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import isthmus
+<<<<<<< HEAD:tests/jitting.py
 from isthmus._device.core import donation
 from isthmus._device.core.buffer import buffer_of
+=======
+from isthmus._device.checks import value_checks
+from isthmus._graph.nodes import Node
+>>>>>>> h-tests:tests/lazy/helpers.py
 
 
 def arange(n: int, *shape: int) -> Tensor:
@@ -21,6 +32,62 @@ def arange(n: int, *shape: int) -> Tensor:
 def held(tensor: Tensor) -> Any:
     """Return the array or the node behind a tensor, taken back from a program that keeps it."""
     return donation.settled(buffer_of(tensor))
+
+
+# ---- lazy mode
+
+
+@pytest.fixture(autouse=True)
+def lazily(strict_fallback: None) -> Iterator[None]:
+    isthmus.config.check_indices = "auto"  # as it is for users; strict_fallback resets it
+    with isthmus.lazy():
+        yield
+        value_checks.forget()
+
+
+@contextlib.contextmanager
+def eagerly() -> Iterator[None]:
+    isthmus.set_mode("eager")
+    try:
+        yield
+    finally:
+        isthmus.set_mode("lazy")
+
+
+@contextlib.contextmanager
+def setting(name: str, value: Any) -> Iterator[None]:
+    before = getattr(isthmus.config, name)
+    setattr(isthmus.config, name, value)
+    isthmus.sync()
+    try:
+        yield
+    finally:
+        setattr(isthmus.config, name, before)
+        isthmus.sync()
+
+
+def pending(tensor: Tensor) -> bool:
+    """Return whether the tensor has been recorded and not computed."""
+    return type(held(tensor)) is Node
+
+
+class Count:
+    """How often something happened inside a block."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.count = name, 0
+
+    def __enter__(self) -> Count:
+        isthmus.sync()
+        self.before = isthmus.metrics.counts().get(self.name, 0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        isthmus.sync()
+        self.count = isthmus.metrics.counts().get(self.name, 0) - self.before
+
+
+# ---- isthmus.jit
 
 
 def jit_warning() -> type[Warning]:
