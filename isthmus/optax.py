@@ -42,10 +42,13 @@ class Optimizer(torch.optim.Optimizer):
         transformation: the ``optax.GradientTransformation`` of the other groups. If it was made by
             ``optax.inject_hyperparams``, the group's ``lr`` is its learning rate, so schedulers of torch's work.
 
+    Returns:
+        A ``torch.optim.Optimizer``.
+
     Example:
-        >>> import optax, torch
+        >>> import optax, torch, isthmus
         >>> weight = torch.ones(2, device="jax", requires_grad=True)
-        >>> optimizer = Optimizer([weight], optax.sgd(0.5))
+        >>> optimizer = isthmus.optax.Optimizer([weight], optax.sgd(0.5))
         >>> weight.sum().backward()
         >>> optimizer.step()
         >>> weight.tolist()

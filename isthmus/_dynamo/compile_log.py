@@ -54,7 +54,7 @@ def graph(clusters: Clusters) -> None:
 
 def compile(specialization: Specialization, bundled: bool = True) -> CompiledProgram:
     """Return the program of a specialization, compiled, and add it to the records that are open."""
-    made = specialization.compile(compiler.build, bundled)
+    made = specialization.compile(bundled)
     program = specialization.program
     for record in _listeners:
         record.compilations.append(Compilation(program.name, program.module, made.executable))

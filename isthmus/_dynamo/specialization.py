@@ -11,7 +11,7 @@ of the graph; a tensor that holds what forward saved for backward is a tuple of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,6 @@ from isthmus._graph.nodes import Node, Type, leaf, temporary
 from isthmus._graph.passes import optimise
 from isthmus._program.evaluate import CallFailure
 from isthmus._program.program import STATELESS, CompiledProgram, Places, StateLayout
-from isthmus._runtime import compiler
 from isthmus._runtime.dtypes import to_torch_dtype
 
 if TYPE_CHECKING:
@@ -139,7 +138,7 @@ class Specialization:
             values[group] = view_calls.write_node(old, slot.spec, new, storage.offset)
         return [values[group] for group in self.order]
 
-    def compile(self, build: Callable[..., compiler.Executable], bundled: bool = True) -> CompiledProgram:
+    def compile(self, bundled: bool = True) -> CompiledProgram:
         """Return the program; raise ``NodeFailure`` for a node that has no lowering for these arguments."""
         kept = {group for _, group in self.state}
         state = {index for index, _ in self.state}
@@ -157,7 +156,6 @@ class Specialization:
                 differentiable=True,
                 options=self.program.options.xla,
                 title=f"{self.program.name} ({len(self.program.module.graph.nodes):,} nodes)",
-                build=build,
             )
         except CallFailure as failure:
             origin = self.graph.origins.get(failure.node, failure.node)

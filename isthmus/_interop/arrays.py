@@ -38,8 +38,8 @@ def to_jax(tree: Any) -> Any:
         computed by one program. int64 stays int64, also with JAX's 64-bit types off.
 
     Example:
-        >>> import torch
-        >>> to_jax({"x": torch.ones(2, device="jax")})
+        >>> import torch, isthmus
+        >>> isthmus.to_jax({"x": torch.ones(2, device="jax")})
         {'x': Array([1., 1.], dtype=float32)}
     """
     return jax.tree.map(_to_array, tree, is_leaf=lambda value: isinstance(value, Tensor))
@@ -55,8 +55,8 @@ def from_jax(tree: Any) -> Any:
         The same tree with tensors, which share the memory of arrays that are on the device already.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> from_jax(jnp.arange(3.0)).sum().item()
+        >>> import jax.numpy as jnp, isthmus
+        >>> isthmus.from_jax(jnp.arange(3.0)).sum().item()
         3.0
     """
     return jax.tree.map(_to_tensor, tree)

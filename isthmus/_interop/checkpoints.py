@@ -55,10 +55,10 @@ def save(path: str | os.PathLike[str], state: Any, *, force: bool = False) -> No
     killed process loses nothing. It has checksums, which ``load`` checks.
 
     Example:
-        >>> import tempfile, torch
+        >>> import tempfile, torch, isthmus
         >>> path = tempfile.mkdtemp() + "/step-1"
-        >>> save(path, {"weights": torch.ones(2, device="jax"), "step": 1})
-        >>> load(path)["step"]
+        >>> isthmus.checkpoint.save(path, {"weights": torch.ones(2, device="jax"), "step": 1})
+        >>> isthmus.checkpoint.load(path)["step"]
         1
     """
     tree, folder = to_tree(state), _folder(path)
@@ -89,6 +89,14 @@ def load(path: str | os.PathLike[str], into: Any = None) -> Any:
 
     Returns:
         The part of the checkpoint that ``into`` did not take, as a nested dict with tensors on "jax".
+
+    Example:
+        >>> import tempfile, torch, isthmus
+        >>> path = tempfile.mkdtemp() + "/state"
+        >>> isthmus.checkpoint.save(path, {"x": torch.arange(3.0), "name": "run 1"})
+        >>> state = isthmus.checkpoint.load(path)
+        >>> state["x"].tolist(), state["name"]
+        ([0.0, 1.0, 2.0], 'run 1')
     """
     tree = _read(_folder(path))
     return from_jax(tree if into is None else _fill(tree, into, "the checkpoint"))

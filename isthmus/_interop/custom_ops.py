@@ -43,8 +43,8 @@ def custom_op(name: str, function: Function | None = None, *, schema: str | None
         The op, as ``torch.library.custom_op`` returns it; ``torch.ops.library.op`` is the same op.
 
     Example:
-        >>> import jax.numpy as jnp, torch
-        >>> square = custom_op("docs::square", lambda x: jnp.square(x), schema="(Tensor x) -> Tensor")
+        >>> import jax.numpy as jnp, torch, isthmus
+        >>> square = isthmus.custom_op("docs::square", lambda x: jnp.square(x), schema="(Tensor x) -> Tensor")
         >>> square(torch.tensor([3.0], device="jax")).item()
         9.0
     """

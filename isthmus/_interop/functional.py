@@ -52,8 +52,8 @@ def functional(module: nn.Module) -> tuple[dict[str, Array], Apply]:
         come from.
 
     Example:
-        >>> import jax, jax.numpy as jnp
-        >>> params, apply = functional(nn.Linear(2, 1, bias=False))
+        >>> import jax, jax.numpy as jnp, isthmus, torch
+        >>> params, apply = isthmus.functional(torch.nn.Linear(2, 1, bias=False))
         >>> jax.grad(lambda p: apply(p, jnp.ones((3, 2))).sum())(params)["weight"].tolist()
         [[3.0, 3.0]]
     """

@@ -70,8 +70,8 @@ def jax_function(function: Function) -> Function:
         one, are respected; gradients of gradients and ``torch.func`` transforms work too.
 
     Example:
-        >>> import jax.numpy as jnp, torch
-        >>> softplus = jax_function(lambda x, beta=1.0: jnp.logaddexp(beta * x, 0) / beta)
+        >>> import jax.numpy as jnp, torch, isthmus
+        >>> softplus = isthmus.jax_function(lambda x, beta=1.0: jnp.logaddexp(beta * x, 0) / beta)
         >>> x = torch.zeros(2, device="jax", requires_grad=True)
         >>> softplus(x, beta=2.0).sum().backward()
         >>> x.grad.tolist()

@@ -56,8 +56,8 @@ def jax_module(
         A ``JaxModule``, whose ``to_jax()`` gives the trained module, or its variables, back.
 
     Example:
-        >>> import equinox as eqx, jax
-        >>> linear = jax_module(eqx.nn.Linear(2, 3, key=jax.random.key(0)))
+        >>> import equinox as eqx, jax, isthmus
+        >>> linear = isthmus.jax_module(eqx.nn.Linear(2, 3, key=jax.random.key(0)))
         >>> [name for name, _ in linear.named_parameters()]
         ['weight', 'bias']
     """

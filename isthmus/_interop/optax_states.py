@@ -43,12 +43,12 @@ def to_optax(transformation: Any, model: torch.nn.Module, optimizer: torch.optim
         them: ``{"0": {"weight": ...}}``.
 
     Example:
-        >>> import optax
+        >>> import optax, isthmus, torch
         >>> model = torch.nn.Linear(2, 1).to("jax")
         >>> adam = torch.optim.Adam(model.parameters())
         >>> model(torch.ones(1, 2, device="jax")).sum().backward()
         >>> adam.step()
-        >>> int(to_optax(optax.adam(1e-3), model, adam)[0].count)
+        >>> int(isthmus.checkpoint.to_optax(optax.adam(1e-3), model, adam)[0].count)
         1
     """
     optax = importlib.import_module("optax")
@@ -153,6 +153,15 @@ def from_optax(state: Any, model: torch.nn.Module, optimizer: torch.optim.Optimi
             have the model's parameters, nested: ``{"0": {"weight": ...}}``.
         model: the module that the optimizer's parameters belong to.
         optimizer: ``torch.optim.Adam``, ``AdamW`` or ``SGD``; it is changed.
+
+    Example:
+        >>> import jax.numpy as jnp, optax, torch, isthmus
+        >>> model = torch.nn.Linear(2, 1).to("jax")
+        >>> optimizer = torch.optim.Adam(model.parameters())
+        >>> params = {"weight": jnp.ones((1, 2)), "bias": jnp.ones(1)}
+        >>> isthmus.checkpoint.from_optax(optax.adam(1e-3).init(params), model, optimizer)
+        >>> optimizer.state[model.bias]["exp_avg"].tolist()
+        [0.0]
     """
     moments, torch_names = _moments_state(state, optimizer), _fields_of(optimizer)
     names = {parameter: name for name, parameter in model.named_parameters()}

@@ -58,8 +58,8 @@ def torch_function(function: Function) -> Function:
         only by functions that draw some. Results are arrays; values that are no tensors are returned as they are.
 
     Example:
-        >>> import jax, jax.numpy as jnp, torch
-        >>> f = torch_function(lambda x: torch.relu(x).square().sum())
+        >>> import jax, jax.numpy as jnp, torch, isthmus
+        >>> f = isthmus.torch_function(lambda x: torch.relu(x).square().sum())
         >>> jax.grad(f)(jnp.array([-1.0, 2.0])).tolist()
         [0.0, 4.0]
     """

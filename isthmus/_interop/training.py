@@ -53,9 +53,10 @@ def train_step(
         added), and other tensors joined along their first dimension.
 
     Example:
-        >>> model = nn.Linear(2, 1).to("jax")
+        >>> import isthmus, torch
+        >>> model = torch.nn.Linear(2, 1).to("jax")
         >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> step = train_step(model, lambda model, x: model(x).square().mean(), sgd)
+        >>> step = isthmus.train_step(model, lambda model, x: model(x).square().mean(), sgd)
         >>> x = torch.ones(4, 2, device="jax")
         >>> first, second = step(x).item(), step(x).item()
         >>> second < first

@@ -12,6 +12,7 @@ So torch code that JAX traces with the types off becomes one equation, whose par
 program, and every rule below opens that jaxpr with 64-bit types on::
 
     Example:
+        >>> import isthmus, torch
         >>> f = isthmus.torch_function(lambda x: x[torch.argsort(x)])
         >>> jax.make_jaxpr(f)(jnp.ones(3))
         { lambda ; a:f32[3]. let

@@ -127,14 +127,36 @@ def lowering(*ops: OpOverload | Missing, **options: Unpack[Options]) -> Callable
 
 
 def user_lowering(*ops: OpOverload | Missing, **options: Unpack[Options]) -> Callable[[Function], Function]:
-    """Register the decorated function as the lowering of each op; raise SchemaError where it does not fit.
+    """Make the decorated function the lowering of each op: a pure function of arrays with the schema's parameter names.
 
-    Its parameters have the schema's names: tensors arrive as JAX arrays, ``Scalar`` arguments as ``Number``,
-    everything else as the Python value that the program is compiled for; ``Options`` lists the keywords::
+    Tensors arrive as JAX arrays, ``Scalar`` arguments as ``Number``, everything else as the Python value that the
+    program is compiled for.
 
-        @isthmus.lowering(torch.ops.mylib.soft_clip.default)
-        def soft_clip(x, limit):
-            return limit * jnp.tanh(x / limit)
+    Arguments:
+        ops: overloads such as ``torch.ops.mylib.soft_clip.default``; several share the function if it fits them all.
+        options: keywords. ``static`` and ``dynamic`` name arguments that are compiled in, or are run-time values,
+            against that rule. ``random`` says that the function has a parameter ``rng``, a JAX key; ``matmul`` that it
+            is compiled again when torch's float32 precision changes; ``replace`` that it takes the place of a lowering
+            which is there. ``size`` computes a data-dependent size, which the function gets as the int ``size``.
+            ``accumulate=True`` computes half types in float32 and casts back, ``dtypes`` refuses other dtypes,
+            ``ignores`` names arguments that change nothing.
+
+    Returns:
+        A decorator. It raises ``isthmus.errors.SchemaError`` where the function does not fit an op.
+
+    Example:
+        >>> import torch, isthmus
+        >>> @torch.library.custom_op("isthmus_docs::double", mutates_args=())
+        ... def double(x: torch.Tensor) -> torch.Tensor:
+        ...     return x * 2
+        >>> @double.register_fake
+        ... def _(x):
+        ...     return torch.empty_like(x)
+        >>> @isthmus.lowering(torch.ops.isthmus_docs.double.default)
+        ... def lower_double(x):
+        ...     return x * 2
+        >>> double(torch.ones(2, device="jax")).tolist()
+        [2.0, 2.0]
     """
 
     def file(function: Function) -> Function:

@@ -25,7 +25,7 @@ is complete when ``__init__`` returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -102,7 +102,6 @@ class CompiledProgram:
         differentiable: bool = False,
         options: Mapping[str, Any] | None = None,
         title: str = "a program",
-        build: Callable[..., compiler.Executable] = compiler.build,
     ) -> None:
         self._rebuild = lambda state: CompiledProgram(
             graph,
@@ -116,7 +115,6 @@ class CompiledProgram:
             differentiable=differentiable,
             options=options,
             title=title,
-            build=build,
         )
         leaves = [n.call for n in graph.inputs if isinstance(n.call, Leaf)]
         kinds = {at: (type.size, to_jax_dtype(type.dtype)) for at, type in arrays.items()}
@@ -130,7 +128,7 @@ class CompiledProgram:
         count = len(self.packing)
         donated = (*range(count), *[count + at for at in self.donated])
         arrays_of, extras = separated(self._trace)
-        self.executable = build(arrays_of, self._examples(kinds), donated, options, title)
+        self.executable = compiler.build(arrays_of, self._examples(kinds), donated, options, title)
         self.call = self.executable.call
         self.checks = CheckedConditions(*extras[-1])
 

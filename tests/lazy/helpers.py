@@ -15,13 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import isthmus
-<<<<<<< HEAD:tests/jitting.py
+from isthmus._device.checks import value_checks
 from isthmus._device.core import donation
 from isthmus._device.core.buffer import buffer_of
-=======
-from isthmus._device.checks import value_checks
 from isthmus._graph.nodes import Node
->>>>>>> h-tests:tests/lazy/helpers.py
 
 
 def arange(n: int, *shape: int) -> Tensor:
