@@ -213,7 +213,9 @@ class Residence:
         self._keep([*whole, *self._join(groups)], owned=True)
 
     def _join(self, groups: Sequence[Sequence[Array]]) -> list[Array]:
-        return [joined(*group) for (joined, _), group in zip(self.programs, groups, strict=True)]
+        """Return each group as one array; ``donation.run`` makes room and tries again where there is no memory."""
+        pairs = zip(self.programs, groups, strict=True)
+        return [donation.run(joined, group, lambda bundle: bundle) for (joined, _), group in pairs]
 
     def _adopt(self) -> bool:
         """Take the arrays over from a residence of the same buffers, as a step for another batch size has it."""
