@@ -271,18 +271,16 @@ class Conversion:
         if root in self.storages:
             return self._of_argument(root, spec, start)
         whole = self.values[root]
-        stored = self.symbols.root_spec(root, whole.type.size)
-        return view_calls.read_node(view_calls.chained(view_calls.store(stored), whole), spec, start=start)
+        storage = view_calls.chained(view_calls.store(self.symbols.root_spec(root, whole.type.size)), whole)
+        _check_bounds(storage, spec, start)
+        return view_calls.read_node(storage, spec, start=start)
 
     def _of_argument(self, root: FxNode, spec: Spec, start: int) -> Node:
         storage = self.storages[root]
         # torch's fake tensor may start elsewhere in its storage than the argument does.
         start -= self.symbols(root.meta["val"].storage_offset())
         if storage.offset is None:
-            kept = storage.node.type
-            elements = kept.nbytes // spec.dtype.itemsize
-            if not 0 <= start <= elements - span(spec.size, spec.stride):
-                raise Unsupported("elements before or after those that an argument shows")
+            _check_bounds(storage.node, spec, start)
             return view_calls.read_node(storage.node, spec, start=start)
         offset = storage.offset
         if start:
@@ -298,6 +296,7 @@ class Conversion:
         spec = self.symbols.root_spec(base, x.type.size)
         storage = view_calls.chained(view_calls.store(spec), x)
         view = Spec(tuple(size), tuple(stride), x.type.dtype)
+        _check_bounds(storage, view, storage_offset or 0)
         written = view_calls.write_node(storage, view, src, start=storage_offset or 0)
         return view_calls.read_node(written, spec)
 
@@ -370,6 +369,13 @@ _CONVERTERS: dict[Any, Callable[..., Any]] = {
     KEEP: Conversion._keep,
     KEPT: Conversion._kept,
 }
+
+
+def _check_bounds(storage: Node, spec: Spec, start: int) -> None:
+    """Raise where a view reaches outside of its storage: here, since a view that is returned is never computed."""
+    elements = storage.type.nbytes // spec.dtype.itemsize
+    if not 0 <= start <= elements - span(spec.size, spec.stride):
+        raise Unsupported("elements before or after those of a storage")
 
 
 def _asserting(value: Any, error: type[Exception], message: str) -> Any:
