@@ -1,4 +1,9 @@
-"""A functional graph run on arrays: each node by its lowering, so that tracing it gives one XLA program."""
+"""FX graphs run on arrays, node by node: the branches and bodies of higher-order ops, and graphs to be exported.
+
+The graphs of ``torch.compile`` themselves become ``Graph``s (``convert.py``) and are run by ``_program/evaluate.py``.
+``subgraphs.py`` and ``_export/evaluate.py`` run FX graphs by the ``Evaluation`` here. Its ``OWN`` rules are for ops
+that need FX metadata: the layout of a value, sizes that are symbols. ``clusters.py`` asks ``is_lowered``.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +23,20 @@ from torch.fx import GraphModule, Node
 from isthmus._device.core import strided
 from isthmus._device.core.buffer import wrap_strided
 from isthmus._device.core.decompose import to_arrays
-from isthmus._device.core.generator import random_key
 from isthmus._device.core.host_tensors import array_from_cpu
 from isthmus._device.core.slots import store
 from isthmus._device.torch_glue.private import has_kernel
 from isthmus._dynamo import layout, refusals
 from isthmus._dynamo.random import Draw, Keyed
-from isthmus._graph.schema import Argument, mutating_of, schema_of
+from isthmus._graph.schema import mutating_of, schema_of
 from isthmus._ops import families  # noqa: F401  # importing it files every lowering
-from isthmus._ops.common import Number, cast
+from isthmus._ops.common import cast
 from isthmus._ops.registry import lowering_of
 from isthmus._ops.tensors.views import VIEWS
 from isthmus._ops.value_checks import require
+from isthmus._program import evaluate as program_evaluate
+from isthmus._program.evaluate import repeat_interleave
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
-from isthmus._runtime.host_arrays import NUMBER_DTYPES
 from isthmus.errors import IsthmusError, LoweringError, Unsupported
 
 Array = Any
@@ -59,15 +64,11 @@ class NodeFailure(IsthmusError):
 
 @dataclass
 class Evaluation:
-    """One run: the value of each node so far, and what the run may read besides."""
+    """One run: the value of each node so far, and the sizes that symbols stand for."""
 
     module: GraphModule
     symbols: layout.Symbols
-    words: Array = None
-    storages: dict[Node, Callable[[Any, Any, Any], Array]] = field(default_factory=dict)
     values: dict[Node, Any] = field(default_factory=dict)
-    written: dict[Node, Array] = field(default_factory=dict)
-    """The new value of each placeholder that the graph writes to."""
 
     def run(self, arguments: Sequence[Any]) -> Any:
         """Return what the graph returns for these arguments."""
@@ -108,10 +109,6 @@ class Evaluation:
     def _apply(self, node: Node) -> Any:
         target: Any = node.target
         args, kwargs = self.look_up(node.args), self.look_up(node.kwargs)
-        if isinstance(target, Draw):
-            return self.words
-        if isinstance(target, Keyed):
-            return lower(target.op, args[1:], kwargs, random_key(args[0], target.index))
         if (
             isinstance(target, OpOverload)
             and target not in VIEWS
@@ -130,34 +127,12 @@ class Evaluation:
         return target(*args, **kwargs)  # arithmetic on sizes, operator.getitem
 
 
-def lower(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], key: Array = None) -> Any:
+def lower(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return what the lowering of ``op`` computes for these arguments."""
     lowering = lowering_of(op)
-    if lowering is None or lowering.size is not None:
-        raise Unsupported(f"{op} has no lowering with sizes known beforehand")
-    schema = schema_of(op)
-    given = schema.bind(args, kwargs)
-    arguments = {
-        a.name: _argument(given[a.name], a, a.name in lowering.dynamic)
-        for a in schema.arguments
-        if a.name in given and a.name != "generator"
-    }
-    if lowering.random:
-        arguments["rng"] = key
-    return lowering(arguments)
-
-
-def _argument(value: Any, argument: Argument, dynamic: bool) -> Any:
-    """Return an argument as a lowering expects it: dtypes are JAX's, numbers that may vary are Numbers."""
-    if isinstance(value, (list, tuple)):
-        return [_argument(item, argument, dynamic) for item in value]
-    if isinstance(value, torch.dtype):
-        return to_jax_dtype(value)
-    if isinstance(value, torch.Tensor):
-        return array_from_cpu(value)
-    if dynamic and type(value) in NUMBER_DTYPES:
-        return Number(jnp.asarray(np.asarray(value, NUMBER_DTYPES[type(value)])), type(value))
-    return value
+    if lowering is None:
+        raise Unsupported(f"{op} has no lowering")
+    return program_evaluate.lower(lowering, schema_of(op).bind(args, kwargs))
 
 
 def constant(module: GraphModule, node: Node) -> Any:
@@ -240,8 +215,6 @@ def _as_strided(
     assert isinstance(base, Node)
     root = layout.root_of(base)
     offset = run.symbols(base.meta["val"].storage_offset() if storage_offset is None else storage_offset)
-    if root in run.storages:
-        return run.storages[root](tuple(size), tuple(stride), offset)
     whole = run.values[root]
     storage = store(whole, run.symbols.root_spec(root, whole.shape), node.target)
     return strided.read(storage, tuple(size), tuple(stride), offset)
@@ -265,13 +238,9 @@ def _as_strided_scatter(
     return strided.read(written, spec.size, spec.stride)
 
 
-def _copy(run: Evaluation, node: Node, target: Array, source: Array, non_blocking: bool = False) -> Array:
-    """Return the new value of an argument of the graph, which the program will write there."""
-    place = node.args[0]
-    if not isinstance(place, Node) or place.op != "placeholder":
-        raise Unsupported("a write to anything but an argument of the graph")
-    run.written[place] = new = lower(_aten.copy.default, [target, source], {})
-    return new
+def _copy(run: Evaluation, node: Node, *args: Any, **kwargs: Any) -> None:
+    """Refuse a write: ``convert.py`` takes those to arguments of a whole graph, a sub-graph has no others."""
+    raise Unsupported("a write to an argument of a graph inside a graph")
 
 
 def on_device(run: Evaluation, node: Node, *args: Any, **kwargs: Any) -> Any:
@@ -306,15 +275,6 @@ def _empty(
     run: Evaluation, node: Node, size: Any, *ignored: Any, dtype: torch.dtype | None = None, **others: Any
 ) -> Array:
     return jnp.zeros(tuple(size), to_jax_dtype(dtype or torch.get_default_dtype()))
-
-
-def _repeat_interleave(run: Evaluation, node: Node, repeats: Array, output_size: int | None = None) -> Array:
-    """Return every index as often as a tensor says, where the program knows how many that makes."""
-    if output_size is None:
-        raise Unsupported("how often indices are repeated depends on values")
-    require(repeats >= 0, RuntimeError, "repeats can not be negative")
-    require(repeats.sum() == output_size, RuntimeError, "allocated size does not match required size")
-    return jnp.repeat(jnp.arange(repeats.size, dtype=repeats.dtype), repeats, total_repeat_length=output_size)
 
 
 def _check_errors(run: Evaluation, node: Node, info: Array, api_name: str, *, is_matrix: bool) -> None:
@@ -355,7 +315,9 @@ OWN: dict[Any, Callable[..., Any]] = {
     _aten.empty.memory_format: _empty,
     _aten.empty_permuted.default: _empty,
     _aten.empty_strided.default: _empty,
-    _aten.repeat_interleave.Tensor: _repeat_interleave,
+    _aten.repeat_interleave.Tensor: lambda run, node, *args, **kwargs: repeat_interleave(
+        None, *args, **kwargs
+    ),
     _aten.sym_size.int: lambda run, node, x, dim: x.shape[dim],
     _aten.sym_numel.default: lambda run, node, x: x.size,
     _aten._native_batch_norm_legit_functional.default: _batch_norm,

@@ -6,7 +6,7 @@ returns an array for each output, with the value checks that lowerings required 
 
     evaluated = run(graph, [jnp.ones(3)])
     evaluated.outputs   # [Array([1., 1., 1.])]
-    evaluated.errors    # [(IndexError, "index 7 is out of bounds ...")], the i-th belongs to evaluated.flags[i]
+    evaluated.checks    # flags, and for each the error to raise if it is false
     evaluated.nodes     # the node whose lowering required the i-th check
 
 A call is computed by the first of these that applies:
@@ -49,7 +49,7 @@ from isthmus._ops import families  # noqa: F401  # importing it files every lowe
 from isthmus._ops.common import Number, cast
 from isthmus._ops.registry import Lowering, lowering_of
 from isthmus._ops.tensors.views import VIEWS
-from isthmus._ops.value_checks import collecting, require
+from isthmus._ops.value_checks import Checks, collecting, require
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
 from isthmus._runtime.host_arrays import NUMBER_DTYPES
 from isthmus.errors import IsthmusError, LoweringError, Unsupported
@@ -69,18 +69,11 @@ class CallFailure(IsthmusError):
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The outputs of a graph, and its value checks: a flag each, what to raise if it is false, the node it is from."""
+    """The outputs of a graph, its value checks, and for each check the node whose lowering required it."""
 
     outputs: list[Array]
-    flags: list[Array]
-    errors: list[tuple[type[Exception], str]]
+    checks: Checks
     nodes: list[Node]
-
-    def first_failed(self, before: Array) -> Array:
-        """Return the number of the first check that fails, from 1; or ``before``, where that is not 0 already."""
-        held = jnp.stack(self.flags)
-        code = jnp.where(held.all(), 0, 1 + held.argmin()).astype(before.dtype)
-        return jnp.where(before != 0, before, code)
 
 
 def run(graph: Graph, values: Sequence[Any], differentiable: bool = False) -> Evaluated:
@@ -109,7 +102,7 @@ def run(graph: Graph, values: Sequence[Any], differentiable: bool = False) -> Ev
 
     with collecting() as checks:
         outputs = evaluate(graph, values, call)
-    return Evaluated(outputs, checks.flags, checks.errors, nodes)
+    return Evaluated(outputs, checks, nodes)
 
 
 def run_call(call: Call, inputs: Sequence[Any], differentiable: bool = False) -> Any:
@@ -266,7 +259,7 @@ def _zeros(call: Call, **arguments: Any) -> Array:
     return jnp.zeros(wanted.size, to_jax_dtype(wanted.dtype))
 
 
-def _repeat_interleave(call: Call, repeats: Array, output_size: int | None = None) -> Array:
+def repeat_interleave(call: Call | None, repeats: Array, output_size: int | None = None) -> Array:
     """Return every index as often as a tensor says, where the program knows how many that makes."""
     if output_size is None:
         raise Unsupported("how often indices are repeated depends on values")
@@ -283,6 +276,6 @@ RULES: dict[Any, Callable[..., Any]] = {
     _aten.empty.memory_format: _zeros,
     _aten.empty_permuted.default: _zeros,
     _aten.empty_strided.default: _zeros,
-    _aten.repeat_interleave.Tensor: _repeat_interleave,
+    _aten.repeat_interleave.Tensor: repeat_interleave,
 }
 """Ops that need the call itself: its types, or that a program has no uninitialised memory."""

@@ -175,10 +175,10 @@ class CompiledProgram:
         def result(places: Places) -> Any:
             return tuple(outputs[at] for at in places) if isinstance(places, tuple) else outputs[places]
 
-        code = [run.first_failed(before)] if run.errors else []
+        code = [run.checks.first_failed(before)] if run.checks.errors else []
         origins = [self.graph.origins.get(node, node) for node in run.nodes]
         # State first: XLA gives donated memory to the first result that fits it.
-        return (*self.packing.pack(outputs), *map(result, self.results), *code), (run.errors, origins)
+        return (*self.packing.pack(outputs), *map(result, self.results), *code), (run.checks.errors, origins)
 
     def unbundled(self) -> CompiledProgram:
         """Return the same program with every array of its state on its own."""
