@@ -13,9 +13,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from isthmus._device.torch_glue import patches
+from isthmus._graph.private import OpOverload
 from isthmus._upstream import choose, optional
 
 # The Meta kernels of view ops build a tensor on the storage they are given, whatever its device.

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from torch._ops import OpOverload
 
 from isthmus._graph.names import aten, prims
+from isthmus._graph.private import OpOverload
 from isthmus._ops.common import (
     ALWAYS_BOOL,
     FLOATING,
