@@ -138,6 +138,7 @@ def load() -> None:
             )
             from isthmus._runtime import forks
 
+            _try_device()
             forks.watch()
             engine_errors.install(_state["guard"], _TYPE)
             processes.install()
@@ -153,6 +154,14 @@ def load() -> None:
             raise
         _state["autocast"] = library  # last: it says that all is there
         warn_if_unchecked()
+
+
+def _try_device() -> None:
+    """Make a tensor and look at the device's type, so that a torch which changed either says so here, in one place."""
+    if private.empty_tensor((1,), torch.float32).device.type != "jax":
+        raise TypeError("torch._C._acc.create_empty_tensor makes tensors of another device")
+    if type(_TYPE).__name__ != "DeviceType":
+        raise TypeError("torch._C._autograd.DeviceType.PrivateUse1 is not what it was")
 
 
 def _unload(before: set[str]) -> None:
