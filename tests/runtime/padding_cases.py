@@ -48,7 +48,7 @@ class Case:
         ]
 
     def values(self, shapes: Sequence[tuple[int, ...]], rng: np.random.Generator) -> list[np.ndarray]:
-        """Return arguments of these shapes: floats with some repeated, indices below ``high``, equal booleans in a row."""
+        """Return arguments of these shapes: floats with repeats, indices below ``high``, runs of equal booleans."""
         arrays = []
         for shape, (_, dtype) in zip(shapes, self.arguments, strict=True):
             if dtype == BOOL:
