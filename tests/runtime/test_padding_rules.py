@@ -1,8 +1,8 @@
 """Rules for padded arrays: results equal the exact program's whatever the padding holds.
 
 Every case runs for two sizes in one executable, with padding that is NaN, infinite, the largest integer, a legal index
-or True. As a negative control it runs with padded sizes in place of true ones, which must be wrong where a case reads across padding:
-otherwise the poison would prove nothing.
+or True. As a negative control it runs with padded sizes in place of true ones, which must be wrong where a case reads
+across padding: otherwise the poison would prove nothing.
 """
 
 from __future__ import annotations
