@@ -164,7 +164,10 @@ def build(
         clock.lap("xla")
     # A load from disk is one of the compilations too; the counter "loaded from disk" says how many of them were.
     counters.count_compilation(clock.laps)
-    return Executable(private.fast_call(compiled), lowered, compiled, clock.laps)
+    call = private.fast_call(compiled)
+    if donate and platform() == "cpu":
+        call = memory.sparing_inputs(call, compiled)
+    return Executable(call, lowered, compiled, clock.laps)
 
 
 # Status codes of failures that have nothing to do with the program itself, and so may not happen again.
