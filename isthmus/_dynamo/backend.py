@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from isthmus._device.torch_glue.private import has_saving_hooks
-from isthmus._dynamo import decompositions, repeated_blocks, saved_tensors
+from isthmus._dynamo import decompositions, saved_tensors
 from isthmus._dynamo import joint as joint_passes
 from isthmus._dynamo.clusters import Clusters
 from isthmus._dynamo.evaluate import NodeFailure
@@ -84,8 +84,7 @@ def _partition(
     joint_passes.optimise(joint.graph)
     _save_what_is_overwritten(joint.graph)
     split = min_cut_rematerialization_partition(joint, *args, num_fwd_outputs=num_fwd_outputs, **kwargs)
-    one = options.blocks == "fuse" or not any(map(repeated_blocks.segments, split))
-    if one and options.keep == "together" and not has_saving_hooks():
+    if options.keep == "together" and not has_saving_hooks():
         saved_tensors.together(*split, num_fwd_outputs)
     return split
 
