@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import random
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from isthmus._dynamo import compile_log
+from isthmus._dynamo import compile_log, specialization
+from isthmus._graph.graph import Graph
+from isthmus._graph.nodes import Item
 from isthmus._graph.passes import repeated_blocks
-from isthmus._graph.passes.stages import Stage
+from isthmus._graph.passes.stages import Stage, with_common_outputs
+from isthmus._graph.passes.stages import stages_of as stages_from
 from isthmus._runtime.compiler import platform
 from isthmus.errors import ConfigError
+from tests import models
 
 DEPTH = 8
 
@@ -107,6 +113,55 @@ def test_random_layers_stay_whole() -> None:
     x = torch.ones(3, 4)
     _, _, found = trained(model, x)
     assert all(stages_of(graph) == [] for graph in found.graphs)
+
+
+@pytest.mark.parametrize(
+    "model", [models.MLP, models.Transformer, models.DropoutMLP, models.VAE, models.SmallGPT]
+)
+def test_graphs_in_random_stages(model: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever a graph is cut, results and gradients are those of one program."""
+    chance, counts = random.Random(0), []
+
+    def cut(graph: Graph) -> list[Stage]:
+        calls = [n for n in graph.nodes if not isinstance(n.call, Item)]
+        ends = sorted({0, len(calls), *[chance.randrange(len(calls)) for _ in range(4)]})
+        pieces = [repeated_blocks._with_items(calls[a:b], graph) for a, b in itertools.pairwise(ends)]
+        counts.append(len(pieces))
+        return with_common_outputs(stages_from(graph, pieces))
+
+    def results() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        mine = model().to("jax")
+        batch = [part.to("jax") for part in model.batch(torch.Generator().manual_seed(0))]
+        loss = torch.compile(mine, backend="isthmus")(*batch)
+        loss.backward()
+        return [loss.detach().cpu(), *[p.grad.cpu() for p in mine.parameters() if p.grad is not None]]
+
+    whole = results()
+    monkeypatch.setattr(specialization, "repeated_blocks", cut)
+    torch.testing.assert_close(results(), whole)
+    assert max(counts) > 2
+
+
+def test_checks_of_stages_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An index out of range in a later copy of a program, after one in range in the first."""
+
+    def halves(graph: Graph) -> list[Stage]:
+        calls = [n for n in graph.nodes if not isinstance(n.call, Item)]
+        middle = len(calls) // 2
+        return with_common_outputs(stages_from(graph, [calls[:middle], calls[middle:]]))
+
+    monkeypatch.setattr(specialization, "repeated_blocks", halves)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, at: x.gather(0, at).sin().gather(0, at - 1), backend="isthmus")
+    x = torch.arange(4.0, device="jax")
+    at = torch.tensor([1, 2, 3])
+    torch.testing.assert_close(compiled(x, at.to("jax")).cpu(), x.cpu().gather(0, at).sin().gather(0, at - 1))
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        compiled(x, torch.tensor([0, 1, 2]).to("jax")).cpu()
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        compiled(x, torch.tensor([1, 2, 4]).to("jax")).cpu()
 
 
 class Weighted(nn.Module):
