@@ -135,6 +135,7 @@ def _unwrapped(clusters: Clusters, wrapped: Callable[..., Any]) -> Callable[...,
     """Return what runs a graph without AOTAutograd's wrapper, which takes longer than a small program does."""
 
     def slow(*args: Any) -> Any:
+        nonlocal way
         # Nodes outside of programs are torch's own, and torch's modes are theirs.
         if clusters.reasons:
             return wrapped(*args)
@@ -142,11 +143,11 @@ def _unwrapped(clusters: Clusters, wrapped: Callable[..., Any]) -> Callable[...,
             results = clusters.run([*args])
         except NodeFailure:
             return wrapped(*args)
-        shortest[0] = _shortest(clusters.run, slow)
+        way = _shortest(clusters.run, slow)
         return results
 
-    shortest: list[Callable[..., Any]] = [slow]
-    return lambda *args: shortest[0](*args)
+    way: Callable[..., Any] = slow
+    return lambda *args: way(*args)
 
 
 def _shortest(program: Any, slow: Callable[..., Any]) -> Callable[..., Any]:
