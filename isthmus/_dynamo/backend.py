@@ -14,7 +14,6 @@ from isthmus._device.torch_glue.private import has_saving_hooks
 from isthmus._dynamo import decompositions, saved_tensors
 from isthmus._dynamo import joint as joint_passes
 from isthmus._dynamo.clusters import Clusters
-from isthmus._dynamo.evaluate import NodeFailure
 from isthmus._dynamo.fast_path import quick
 from isthmus._dynamo.options import Options, check_mode, parse
 from isthmus._dynamo.private import (
@@ -29,6 +28,7 @@ from isthmus._dynamo.private import (
 from isthmus._dynamo.program import Program
 from isthmus._dynamo.random import key_random_nodes
 from isthmus._dynamo.refusals import Refused, refuses_a_write, writes_bytes_as_booleans
+from isthmus._dynamo.targets import NodeFailure
 
 _numbers = itertools.count()
 keep_optimizer_steps_on_device()
@@ -134,6 +134,8 @@ def _infer(
 def _unwrapped(clusters: Clusters, wrapped: Callable[..., Any]) -> Callable[..., Any]:
     """Return what runs a graph without AOTAutograd's wrapper, which takes longer than a small program does."""
 
+    way: Callable[..., Any]
+
     def slow(*args: Any) -> Any:
         nonlocal way
         # Nodes outside of programs are torch's own, and torch's modes are theirs.
@@ -146,7 +148,7 @@ def _unwrapped(clusters: Clusters, wrapped: Callable[..., Any]) -> Callable[...,
         way = _shortest(clusters.run, slow)
         return results
 
-    way: Callable[..., Any] = slow
+    way = slow
     return lambda *args: way(*args)
 
 
