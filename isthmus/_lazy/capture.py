@@ -313,9 +313,9 @@ class Capture:
 
         try:
             residence.begin(donation.own(whole), bundles)
-            arrays, draws = [trace.arrays[at] for at in program.slots], trace.draws[: program.draws]
+            arrays = [trace.arrays[at] for at in program.slots]
             outputs = runner.run(
-                program, arrays, bind, constants=self.constants, draws=draws, residence=residence
+                program, arrays, bind, constants=self.constants, draws=trace.draws, residence=residence
             )
         except BaseException:
             if not self.complete:
@@ -363,7 +363,7 @@ class Capture:
 
     def run(self, flat: list[Any]) -> Any:
         """Do what the recording did, on these arguments."""
-        draws = self._draw()
+        draws = self._draw()  # also where no program reads them: the generator moves on
         if self.residences is None:
             return self._given(self._write((), flat), flat)
         new: dict[int, Buffer] = {}
@@ -374,7 +374,7 @@ class Capture:
             [_source(kind, source, flat) for kind, source in self.inputs],
             lambda results: new.update(self._write(results, flat)),
             constants=self.constants,
-            draws=draws[: program.draws],
+            draws=draws,
             residence=residence,
         )
         counters.count("replays")

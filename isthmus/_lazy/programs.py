@@ -15,9 +15,10 @@ from isthmus._device.core.buffer import Buffer, Lost
 from isthmus._graph.backends import backend_named
 from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import TABLE, Call, Leaf, Node, Type, forget_all_but, leaf, reachable
-from isthmus._graph.passes import optimise
+from isthmus._graph.passes import cut, optimise
 from isthmus._graph.passes.rewrite import remade, share_offsets
-from isthmus._graph.passes.split import Stage, cut
+from isthmus._graph.passes.split import split
+from isthmus._graph.passes.stages import Stage
 from isthmus._lazy import recompile_warnings, sync_reasons
 from isthmus._lazy.custom_backend import HostedProgram
 from isthmus._lazy.trace import trace
@@ -108,9 +109,9 @@ class Family:
                 title="a step",
             )
         except CallFailure as failure:
-            call, origin = failure.node.call, graph.origins.get(failure.node, failure.node)
+            call = failure.node.call
             assert isinstance(call, Call)
-            where = trace.lines.get(origin) or 'set isthmus.config.lines = "on" to see where'
+            where = trace.lines.get(failure.node) or 'set isthmus.config.lines = "on" to see where'
             raise IsthmusError(
                 f"{call.op} could not be compiled ({where}): {failure.cause}"
             ) from failure.cause
@@ -216,7 +217,7 @@ def _stages(line: str, wanted: tuple[Node, ...]) -> tuple[Graph, list[Stage]] | 
     if before is None or (config.backend, *wanted) in _families:
         return None
     graph = Graph.of(tuple(dict.fromkeys(wanted)))
-    stages = cut(before, graph)
+    stages = cut("split", "lazy", graph, partial(split, before))
     return (graph, stages) if stages else None
 
 
@@ -300,13 +301,13 @@ class _Run:
         commit: Callable[[Sequence[Any]], None],
     ) -> None:
         arrays = [trace.arrays[at] for at in program.slots]  # type: ignore[index]  # no slot is a tuple
-        constants, draws = program.pack_numbers(trace.numbers, trace.offsets), trace.draws[: program.draws]
+        constants = program.pack_numbers(trace.numbers, trace.offsets)
         lines = dict(trace.lines)
 
         def bind(results: Sequence[Any]) -> None:
             commit(family.spread(wanted, results))
 
-        outputs = runner.run(program, arrays, bind, constants=constants, draws=draws)
+        outputs = runner.run(program, arrays, bind, constants=constants, draws=trace.draws)
         self._settle.append(partial(program.report, outputs, lines))
 
     def settle(self) -> None:

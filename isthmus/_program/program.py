@@ -39,6 +39,7 @@ from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import Leaf, Node, Type
 from isthmus._ops.common import Number
 from isthmus._program import evaluate
+from isthmus._program.evaluate import CallFailure
 from isthmus._runtime import compiler
 from isthmus._runtime.dtypes import to_jax_dtype
 from isthmus._runtime.host_arrays import from_numpy
@@ -129,7 +130,11 @@ class CompiledProgram:
         count = len(self.packing)
         donated = (*range(count), *[count + at for at in self.donated])
         arrays_of, extras = separated(self._trace)
-        self.executable = compiler.build(arrays_of, self._examples(kinds), donated, options, title)
+        try:
+            self.executable = compiler.build(arrays_of, self._examples(kinds), donated, options, title)
+        except CallFailure as failure:
+            # Named by the node that was recorded, not by what passes made of it.
+            raise CallFailure(graph.origins.get(failure.node, failure.node), failure.cause) from failure.cause
         self.call = self.executable.call
         self.checks = CheckedConditions(*extras[-1])
         self.nothing_failed = self.checks.before()
@@ -182,6 +187,11 @@ class CompiledProgram:
         # State first: XLA gives donated memory to the first result that fits it.
         return (*self.packing.pack(outputs), *map(result, self.results), *code), (run.checks.errors, origins)
 
+    @property
+    def executables(self) -> list[compiler.Executable]:
+        """What XLA made: one here, one for each distinct stage of a ``StagedProgram``."""
+        return [self.executable]
+
     def unbundled(self) -> CompiledProgram:
         """Return the same program with every array of its state on its own."""
         return self._rebuild(replace(self.state, bundled=False))
@@ -209,7 +219,7 @@ class CompiledProgram:
 
     def arguments(self, arrays: list[Array], constants: Sequence[Any], draws: Sequence[Any]) -> list[Any]:
         """Return the arguments of ``call`` after the state."""
-        words = [np.stack(draws)] if self.draws else []
+        words = [np.stack(draws[: self.draws])] if self.draws else []
         return [*arrays, *constants, *words, self.checks.before()]
 
     def report(
