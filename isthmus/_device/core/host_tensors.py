@@ -24,14 +24,14 @@ _CROSSES = frozenset({
 })  # fmt: skip
 
 
-def array_from_cpu(tensor: torch.Tensor) -> Any:
-    """Return a CPU tensor's elements on the device."""
+def array_from_cpu(tensor: torch.Tensor, sharding: Any = None) -> Any:
+    """Return a CPU tensor's elements on the device, with a mesh split as said, by default at home."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     dtype = to_jax_dtype(plain.dtype)
     if not plain.numel():
         memory.require_countable(plain.shape, dtype)  # numpy counts likewise
     counters.count("bytes to device", plain.nbytes)
-    return from_numpy(_bytes(plain.contiguous()).view(dtype).reshape(tuple(plain.shape)))
+    return from_numpy(_bytes(plain.contiguous()).view(dtype).reshape(tuple(plain.shape)), sharding)
 
 
 def cpu_from_array(array: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -82,7 +82,9 @@ def write_through_cpu(tensor: torch.Tensor, values: torch.Tensor) -> None:
     shown = shown_on_cpu(tensor)
     shown.copy_(values)
     whole = shown.as_strided((shown.untyped_storage().nbytes() // shown.itemsize,), (1,), 0)
-    buffer.rebind(array_from_cpu(whole.view(to_torch_dtype(array.dtype))).reshape(array.shape))
+    buffer.rebind(
+        array_from_cpu(whole.view(to_torch_dtype(array.dtype)).reshape(array.shape), buffer.signature.sharding)
+    )
 
 
 def copied(array: Any) -> Any:
