@@ -16,15 +16,24 @@ See docs/mesh.md. For one process per device, as on CUDA, use ``torch.distribute
 
 from __future__ import annotations
 
+from isthmus._distributed.data import check_replicas, shard_batches
+from isthmus._distributed.fully_shard import ShardingWarning, fully_shard
 from isthmus._distributed.mesh import DeviceMesh, init_device_mesh
+from isthmus._distributed.styles import ExpertParallel, parallelize_module
 from isthmus._distributed.tensors import distribute_tensor, redistribute, shard_, sharding_of, visualize
 
 __all__ = [
     "DeviceMesh",
+    "ExpertParallel",
+    "ShardingWarning",
+    "check_replicas",
     "distribute_tensor",
+    "fully_shard",
     "init_device_mesh",
+    "parallelize_module",
     "redistribute",
     "shard_",
+    "shard_batches",
     "sharding_of",
     "visualize",
 ]

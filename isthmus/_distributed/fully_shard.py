@@ -6,14 +6,12 @@ over dp", whose gradient is split as the parameter is, so XLA gathers weights, n
 gradients. Outside of forward ``module.weight`` is the ``Parameter``, so that initialisation, optimizers, ``state_dict``
 and checkpoints see what they always see.
 
-A gathered tensor is shown through the module's ``__dict__``, which attribute lookup finds before ``_parameters``;
-Dynamo traces that, and writes to it that are undone leave no side effect in the graph.
+Gathered tensors are shown by ``shown.py``.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -21,10 +19,10 @@ from torch.distributed.tensor import Shard
 
 from isthmus._device.core.buffer import buffer_of
 from isthmus._distributed.mesh import DeviceMesh, check_current
+from isthmus._distributed.shown import GROUPED, Part, Shown
 from isthmus._distributed.tensors import constrain, shard_, shardings_by_dim, text_of_axes
 
 Module = TypeVar("Module", bound=nn.Module)
-_GROUPED = "_isthmus_fully_sharded"
 
 
 class ShardingWarning(UserWarning):
@@ -46,21 +44,20 @@ def fully_shard(module: Module, *, mesh: DeviceMesh, reshard_after_forward: bool
     if len(mesh.names) != 1:
         raise ValueError(f"fully_shard splits over one dim of a mesh, not {mesh.names}: pass mesh[name]")
     axis, count = mesh.names[0], mesh.size()
-    group: list[tuple[nn.Module, str, str, str]] = []
+    group: list[Part] = []
     left: list[str] = []
     split: dict[int, tuple[str, str]] = {}
     for prefix, sub in module.named_modules():
-        if _GROUPED in sub.__dict__ and sub is not module:
-            continue
+        grouped = sub.__dict__.setdefault(GROUPED, set())
         for name, parameter in sub._parameters.items():
-            if parameter is None or _is_grouped(sub, name):
+            if parameter is None or name in grouped:
                 continue
             if id(parameter) not in split:
                 if not _split(parameter, mesh, count):
                     left.append(f"{prefix}.{name} {tuple(parameter.shape)}".removeprefix("."))
                 split[id(parameter)] = _texts(parameter, axis)
             group.append((sub, name, *split[id(parameter)]))
-            sub.__dict__.setdefault("_isthmus_grouped", set()).add(name)
+            grouped.add(name)
     if left:
         warnings.warn(
             f"fully_shard: no dim of {', '.join(left)} can be shared evenly by {count} devices; these parameters stay "
@@ -68,12 +65,8 @@ def fully_shard(module: Module, *, mesh: DeviceMesh, reshard_after_forward: bool
             ShardingWarning,
             stacklevel=2,
         )
-    _install(module, group, axis, count)
+    Gathered(group, axis, count).install(module)
     return module
-
-
-def _is_grouped(module: nn.Module, name: str) -> bool:
-    return name in module.__dict__.get("_isthmus_grouped", ())
 
 
 def _split(parameter: Tensor, mesh: DeviceMesh, count: int) -> bool:
@@ -103,23 +96,20 @@ def _texts(parameter: Tensor, axis: str) -> tuple[str, str]:
     return text_of_axes(gathered), text_of_axes(split)
 
 
-def _install(
-    module: nn.Module, group: Sequence[tuple[nn.Module, str, str, str]], axis: str, count: int
-) -> None:
-    def gather(_: nn.Module, args: Any) -> None:
-        for sub, name, gathered, split in group:
-            parameter = sub._parameters[name]
-            if parameter is not None:
-                sub.__dict__[name] = constrain(parameter, gathered, split)
+class Gathered(Shown):
+    """Shows gathered parameters while a module's forward runs, and keeps its outputs split by batch."""
 
-    def release(_: nn.Module, args: Any, output: Any) -> Any:
-        for sub, name, _, _ in group:
-            sub.__dict__.pop(name, None)
-        return keep_batch_split(output, axis, count)
+    def __init__(self, group: list[Part], axis: str, count: int) -> None:
+        super().__init__(group)
+        self.axis, self.count = axis, count
 
-    module.__dict__[_GROUPED] = True
-    module.register_forward_pre_hook(gather, prepend=True)
-    module.register_forward_hook(release, always_call=True)
+    def is_mine(self, module: nn.Module, name: str) -> bool:
+        """Return True: what is in a group is shown by nothing else."""
+        return True
+
+    def after(self, output: Any) -> Any:
+        """Return the output split along dim 0."""
+        return keep_batch_split(output, self.axis, self.count)
 
 
 def keep_batch_split(output: Any, axis: str, count: int) -> Any:

@@ -26,12 +26,17 @@ _CROSSES = frozenset({
 
 def array_from_cpu(tensor: torch.Tensor, sharding: Any = None) -> Any:
     """Return a CPU tensor's elements on the device, with a mesh split as said, by default at home."""
+    counters.count("bytes to device", tensor.nbytes)
+    return from_numpy(numpy_from_cpu(tensor), sharding)
+
+
+def numpy_from_cpu(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Return a CPU tensor's elements in the dtype they have on the device; the memory may be the tensor's."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     dtype = to_jax_dtype(plain.dtype)
     if not plain.numel():
         memory.require_countable(plain.shape, dtype)  # numpy counts likewise
-    counters.count("bytes to device", plain.nbytes)
-    return from_numpy(_bytes(plain.contiguous()).view(dtype).reshape(tuple(plain.shape)), sharding)
+    return _bytes(plain.contiguous()).view(dtype).reshape(tuple(plain.shape))
 
 
 def cpu_from_array(array: Any, dtype: torch.dtype) -> torch.Tensor:
