@@ -60,10 +60,10 @@ def shard_batches(batches: Iterable[Any], mesh: DeviceMesh) -> Iterator[Any]:
 
 def _placed(value: Tensor, mesh: DeviceMesh) -> tuple[Tensor, bool]:
     """Return a tensor of a batch on the mesh, and whether its rows could be shared."""
-    whole = [Replicate()] * len(mesh.names)
+    whole = [Replicate()] * mesh.ndim
     if not value.dim() or not value.shape[0]:
         return distribute_tensor(value, mesh, whole), True
-    split = [Shard(0)] * len(mesh.names)
+    split = [Shard(0)] * mesh.ndim
     if jax.process_count() == 1:
         fits = value.shape[0] % mesh.size() == 0
         return distribute_tensor(value, mesh, split if fits else whole), fits

@@ -41,9 +41,9 @@ def fully_shard(module: Module, *, mesh: DeviceMesh, reshard_after_forward: bool
         reshard_after_forward: taken for torch's sake; XLA decides how long gathered parameters live.
     """
     check_current(mesh)
-    if len(mesh.names) != 1:
-        raise ValueError(f"fully_shard splits over one dim of a mesh, not {mesh.names}: pass mesh[name]")
-    axis, count = mesh.names[0], mesh.size()
+    if mesh.ndim != 1:
+        raise ValueError(f"fully_shard splits over one dim of a mesh, not {mesh.mesh_dim_names}: pass mesh[name]")
+    axis, count = mesh.mesh_dim_names[0], mesh.size()
     group: list[Part] = []
     left: list[str] = []
     split: dict[int, tuple[str, str]] = {}

@@ -1,8 +1,8 @@
-"""The mesh: torch's ``DeviceMesh`` over JAX's devices, and the sharding that torch's placements mean on it.
+"""The mesh of devices that all tensors live on, and the sharding that torch's placements mean on it.
 
 ``init_device_mesh`` makes a mesh the home of every "jax" tensor of the process (``_runtime/placement.py``). Tensors
-stay plain and show global shapes; a ``DeviceMesh`` here has no process groups behind it, since one process drives all
-of its devices, or, across hosts, the same program runs in each process::
+stay plain and show global shapes. ``DeviceMesh`` has the interface of torch's and no process groups behind it, since
+one process drives all of its devices, or, across hosts, the same program runs in each process::
 
     mesh = init_device_mesh((4, 2), ("dp", "tp"))
     sharding_for(mesh, [Shard(0), Replicate()], 2)          # NamedSharding(P("dp"))
@@ -24,62 +24,56 @@ import jax
 import numpy as np
 import torch
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from isthmus import _caches
 from isthmus._device.core import donation, mode
-from isthmus._device.core.buffer import Buffer, Lost
+from isthmus._device.core.buffer import Buffer, Lost, Signature
 from isthmus._device.kernels import factories
 from isthmus._device.torch_glue.registration import load
 from isthmus._runtime import placement
 from isthmus.errors import IsthmusError
 
-Spec = list[Any]
-"""The axes that split each dim: None, a name, a tuple of names, or ``PartitionSpec.UNCONSTRAINED``."""
+Axes = tuple[str, ...]
+"""The axes of the mesh that split one dim."""
 
 
-class DeviceMesh(TorchMesh):
-    """torch's ``DeviceMesh`` without process groups; ``mesh["tp"]`` is the mesh of some of its dims."""
+class DeviceMesh:
+    """A grid of devices with a name for each dim; ``mesh["tp"]`` is the mesh of some of its dims.
 
-    def __init__(self, devices: torch.Tensor, names: tuple[str, ...], jax_mesh: Mesh) -> None:
-        super().__init__("jax", devices, mesh_dim_names=names, _init_backend=False, _rank=0)
-        self.jax_mesh = jax_mesh
+    Plain attributes and methods only: Dynamo traces code that uses a mesh.
+    """
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Return the names of its dims."""
-        assert self.mesh_dim_names is not None
-        return tuple(self.mesh_dim_names)
+    device_type = "jax"
+
+    def __init__(self, mesh: torch.Tensor, mesh_dim_names: tuple[str, ...], jax_mesh: Mesh) -> None:
+        self.mesh, self.mesh_dim_names, self.jax_mesh = mesh, mesh_dim_names, jax_mesh
+        self.shape = tuple(mesh.shape)
+        self.ndim = len(self.shape)
+        self.others = tuple(
+            [name for name, n in jax_mesh.shape.items() if n > 1 and name not in mesh_dim_names]
+        )
+        """The dims of the process's mesh, larger than 1, that this one does not have."""
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
         wanted = (names,) if isinstance(names, str) else tuple(names)
-        missing = [name for name in wanted if name not in self.names]
+        missing = [name for name in wanted if name not in self.mesh_dim_names]
         if missing:
-            raise KeyError(f"the mesh has the dims {self.names}, and none is called {missing[0]!r}")
-        first = tuple([slice(None) if name in wanted else 0 for name in self.names])
-        kept = [name for name in self.names if name in wanted]
+            raise KeyError(f"the mesh has the dims {self.mesh_dim_names}, and none is called {missing[0]!r}")
+        first = tuple([slice(None) if name in wanted else 0 for name in self.mesh_dim_names])
+        kept = [name for name in self.mesh_dim_names if name in wanted]
         return DeviceMesh(self.mesh[first].permute([kept.index(n) for n in wanted]), wanted, self.jax_mesh)
 
     def size(self, mesh_dim: int | str | None = None) -> int:
         """Return how many devices a dim has, by default all dims together."""
         if isinstance(mesh_dim, str):
-            mesh_dim = self.names.index(mesh_dim)
-        return int(self.mesh.numel() if mesh_dim is None else self.mesh.size(mesh_dim))
-
-    @property
-    def others(self) -> tuple[str, ...]:
-        """Return the dims of the process's mesh, larger than 1, that this one does not have."""
-        return tuple(
-            [name for name, n in self.jax_mesh.shape.items() if n > 1 and name not in self.names]
-        )
+            mesh_dim = self.mesh_dim_names.index(mesh_dim)
+        return math.prod(self.shape) if mesh_dim is None else self.shape[mesh_dim]
 
     def __repr__(self) -> str:
-        sizes = ", ".join(f"{name}={self.size(n)}" for n, name in enumerate(self.names))
+        sizes = ", ".join(f"{name}={n}" for name, n in zip(self.mesh_dim_names, self.shape, strict=True))
         return f"DeviceMesh({sizes})"
-
-    __hash__ = TorchMesh.__hash__
 
 
 def init_device_mesh(
@@ -93,7 +87,7 @@ def init_device_mesh(
         devices: the JAX devices, by default all, over all hosts.
 
     Returns:
-        A ``torch.distributed.device_mesh.DeviceMesh`` without process groups.
+        A mesh with the interface of ``torch.distributed.device_mesh.DeviceMesh``, without process groups.
     """
     found = list(jax.devices() if devices is None else devices)
     shape = list(mesh_shape)
@@ -126,6 +120,7 @@ def set_mesh(mesh: Mesh | None) -> None:
         arrays = [(buffer, buffer.value) for buffer in buffers if _is_array(buffer)]
         host = [placement.gather(array) if mesh is None else array for _, array in arrays]
         _caches.clear_caches()
+        Signature.forget()
         placement.set_mesh(mesh)
         factories.follow_shardings()
         for (buffer, _), array in zip(arrays, host, strict=True):
@@ -143,28 +138,25 @@ def sharding_for(
     mesh: DeviceMesh, placements: Sequence[Placement], ndim: int, before: NamedSharding | None = None
 ) -> placement.Sharding:
     """Return the sharding that placements mean; axes that ``mesh`` does not have stay as they are in ``before``."""
-    spec = spec_for(mesh, placements, ndim, before)
-    return placement.canonical(NamedSharding(mesh.jax_mesh, PartitionSpec(*spec)), ndim)
-
-
-def spec_for(
-    mesh: DeviceMesh, placements: Sequence[Placement], ndim: int, before: NamedSharding | None = None
-) -> Spec:
-    """Return the axes that split each dim; those that ``mesh`` does not have stay as they are in ``before``."""
     check_current(mesh)
-    if len(placements) != len(mesh.names):
-        raise ValueError(f"{len(mesh.names)} dims of the mesh need as many placements, got {list(placements)}")
-    dims: list[list[str]] = [[] for _ in range(ndim)]
-    for dim, part in enumerate(before.spec if before is not None else ()):
-        dims[dim] = [axis for axis in _axes(part) if axis not in mesh.names]
-    for name, place in zip(mesh.names, placements, strict=True):
+    kept = [tuple([a for a in axes if a not in mesh.mesh_dim_names]) for axes in axes_of(before, ndim)]
+    axes = [(*mine, *new) for mine, new in zip(kept, axes_for(mesh, placements, ndim), strict=True)]
+    return placement.canonical(NamedSharding(mesh.jax_mesh, PartitionSpec(*axes)), ndim)
+
+
+def axes_for(mesh: DeviceMesh, placements: Sequence[Placement], ndim: int) -> list[Axes]:
+    """Return the axes by which placements split each dim."""
+    if len(placements) != mesh.ndim:
+        raise ValueError(f"{mesh.ndim} dims of the mesh need as many placements, got {list(placements)}")
+    dims: list[Axes] = [()] * ndim
+    for name, place in zip(mesh.mesh_dim_names, placements, strict=True):
         if isinstance(place, Shard):
             if not -ndim <= place.dim < ndim:
                 raise ValueError(f"{place} of a tensor of {ndim} dims")
-            dims[place.dim % ndim].append(name)
+            dims[place.dim % ndim] = (*dims[place.dim % ndim], name)
         elif not isinstance(place, Replicate):
             raise ValueError(f"{place}: a plain tensor is split or replicated, never partial")
-    return [None if not axes else axes[0] if len(axes) == 1 else tuple(axes) for axes in dims]
+    return dims
 
 
 def check_current(mesh: DeviceMesh) -> None:
@@ -174,7 +166,7 @@ def check_current(mesh: DeviceMesh) -> None:
             f"isthmus.distributed takes the mesh of isthmus.distributed.init_device_mesh, not {type(mesh).__name__}: "
             f"torch's has a process for each device"
         )
-    if placement.home is None or placement.home.mesh != mesh.jax_mesh:
+    if placement.home is None or placement.home.mesh is not mesh.jax_mesh:
         raise IsthmusError(f"tensors do not live on {mesh} now: another mesh was set since")
 
 
@@ -182,15 +174,12 @@ def placements_of(sharding: placement.Sharding, ndim: int) -> tuple[Placement, .
     """Return a sharding as torch's placements, one for each dim of the process's mesh."""
     assert placement.home is not None
     names = placement.home.mesh.axis_names
-    where = {axis: dim for dim, part in enumerate(sharding.spec if sharding else ()) for axis in _axes(part)}
+    where = {axis: dim for dim, axes in enumerate(axes_of(sharding, ndim)) for axis in axes}
     return tuple([Shard(where[name]) if name in where else Replicate() for name in names])
 
 
-def _axes(part: Any) -> tuple[str, ...]:
-    return () if part is None else part if isinstance(part, tuple) else (part,)
-
-
-def axes_of(sharding: placement.Sharding, ndim: int) -> list[tuple[str, ...]]:
+def axes_of(sharding: placement.Sharding, ndim: int) -> list[Axes]:
     """Return the axes that split each dim."""
-    parts = [_axes(part) for part in (sharding.spec if sharding else ())]
-    return parts + [()] * (ndim - len(parts))
+    parts = list(sharding.spec) if sharding is not None else []
+    named = [() if part is None else part if isinstance(part, tuple) else (part,) for part in parts]
+    return [*named, *[()] * (ndim - len(named))]

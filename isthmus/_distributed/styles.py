@@ -62,8 +62,8 @@ def parallelize_module(
             ``*`` stands for any name: ``{"layers.*.up": ColwiseParallel()}``.
     """
     check_current(device_mesh)
-    if len(device_mesh.names) != 1:
-        raise ValueError(f"parallelize_module takes one dim of a mesh, not {device_mesh.names}: pass mesh[name]")
+    if device_mesh.ndim != 1:
+        raise ValueError(f"parallelize_module takes one dim of a mesh, not {device_mesh.mesh_dim_names}: pass mesh[name]")
     if isinstance(parallelize_plan, ParallelStyle):
         _apply(parallelize_plan, "", module, device_mesh)
         return module

@@ -16,10 +16,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from isthmus._device.core.buffer import buffer_of, wrap
+from isthmus._device.core.buffer import Buffer, Signature, buffer_of, set_buffer, wrap
 from isthmus._device.core.host_tensors import array_from_cpu
 from isthmus._device.core.transfers import array_of
-from isthmus._distributed.mesh import DeviceMesh, Spec, axes_of, placements_of, sharding_for, spec_for
+from isthmus._distributed.mesh import DeviceMesh, axes_for, axes_of, placements_of, sharding_for
 from isthmus._graph.layout import is_dense, storage_order
 from isthmus._ops.registry import lowering
 from isthmus._runtime import placement
@@ -52,11 +52,11 @@ def shard_(tensor: Tensor, device_mesh: DeviceMesh, placements: Sequence[Placeme
     array = buffer.value
     order = _storage_dims(tensor)
     before = placement.sharding_of(array)
-    spec = spec_for(device_mesh, placements, tensor.dim(), _permuted(before, _inverse(order)))
-    named = NamedSharding(device_mesh.jax_mesh, PartitionSpec(*spec))
-    _check_divisible(tensor, named)
-    buffer.rebind(placement.move(array, placement.canonical(_permuted(named, order), tensor.dim())))
-    return tensor
+    sharding = sharding_for(device_mesh, placements, tensor.dim(), _permuted(before, _inverse(order)))
+    _check_divisible(tensor, sharding)
+    moved = placement.move(array, placement.canonical(_permuted(sharding, order), tensor.dim()))
+    # A new buffer on the same storage: recordings that know the old one do not fit any more.
+    return set_buffer(tensor, Buffer(moved, Signature.of(moved)))
 
 
 def _storage_dims(tensor: Tensor) -> list[int]:
@@ -132,27 +132,19 @@ def redistribute(
         placements: torch's ``Shard`` and ``Replicate``, one for each dim of ``device_mesh``.
         gradient: how the gradient is split; by default XLA decides.
     """
-    forward = _text(_open(device_mesh, placements, tensor.dim()))
-    backward = "" if gradient is None else _text(_open(device_mesh, gradient, tensor.dim()))
+    forward = _text(device_mesh, placements, tensor.dim())
+    backward = "" if gradient is None else _text(device_mesh, gradient, tensor.dim())
     return constrain(tensor, forward, backward)
 
 
-def _open(mesh: DeviceMesh, placements: Sequence[Placement], ndim: int) -> Spec:
-    spec = spec_for(mesh, placements, ndim)
+def _text(mesh: DeviceMesh, placements: Sequence[Placement], ndim: int) -> str:
+    """Return placements as ``constrain`` takes them; Dynamo traces this."""
+    axes = axes_for(mesh, placements, ndim)
+    parts = ["+".join(each) or "-" for each in axes]
     if mesh.others and ndim:
         # The batch stays split as it is; where it is split over this mesh too, the others come first.
-        mine = () if spec[0] is None else spec[0] if isinstance(spec[0], tuple) else (spec[0],)
-        spec[0] = (*mesh.others, *mine) if mine else PartitionSpec.UNCONSTRAINED
-    return spec
-
-
-def _text(spec: Spec) -> str:
-    def part(axes: Any) -> str:
-        if axes is PartitionSpec.UNCONSTRAINED:
-            return "?"
-        return "-" if axes is None else "+".join(axes if isinstance(axes, tuple) else (axes,))
-
-    return ",".join(map(part, spec))
+        parts[0] = "+".join([*mesh.others, *axes[0]]) if axes[0] else "?"
+    return ",".join(parts)
 
 
 def _parsed(text: str) -> PartitionSpec:
@@ -170,7 +162,7 @@ def constrain(tensor: Tensor, forward: str, backward: str = "") -> Tensor:
 
 def text_of_axes(axes: Sequence[tuple[str, ...]]) -> str:
     """Return the axes that split each dim as ``constrain`` takes them."""
-    return _text([each or None for each in axes])
+    return ",".join(["+".join(each) or "-" for each in axes])
 
 
 def shardings_by_dim(tensor: Tensor) -> list[tuple[str, ...]]:

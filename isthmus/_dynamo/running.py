@@ -41,7 +41,7 @@ class Run:
         self.others = [at for at in range(len(one.inputs)) if at not in kept]
         targets = [target for target in one.targets if one.index(target) not in kept]
         self.donated, self.call = program.donated, program.call
-        self.wrap = one.returns.wrapper()
+        self.wrap = one.returns.wrapper(self.shardings(len(targets)))
         here = all(one.local[at] for at in targets)
         self.rebind = _rebinder(targets, [one.slots[at] for at in targets], here)
         self.state, self.written = len(program.packing), len(targets)
@@ -58,6 +58,11 @@ class Run:
         self.pure = self.plain and not (one.state or targets or self.checked)
         self.nothing_failed = program.checks.before()
         self.quick: Callable[..., Any] | None = None
+
+    def shardings(self, written: int) -> list[Any] | None:
+        """Return how the new storages are split, which follow ``written`` results; None on one device."""
+        shardings = self.program.result_shardings
+        return None if shardings is None else shardings[written:]
 
     def __call__(self, args: list[Any], sources: list[Any]) -> Any:
         """Run one call; ``args`` and ``sources`` are emptied."""

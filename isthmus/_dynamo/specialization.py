@@ -31,6 +31,7 @@ from isthmus._graph.nodes import Node, Type, leaf, temporary
 from isthmus._graph.passes import optimise
 from isthmus._program.evaluate import CallFailure
 from isthmus._program.program import STATELESS, CompiledProgram, Places, StateLayout
+from isthmus._runtime import placement
 from isthmus._runtime.dtypes import to_torch_dtype
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class Specialization:
         here = all(self.local[at] for at in program.targets)
         traced = any(isinstance(source, Buffer) and source.signature.traced for source in sources)
         self.donates = here and program.options.donate == "auto" and not traced
-        self.arrays, self.inputs = _leaves(sources)
+        self.arrays, self.inputs, self.shardings = _leaves(sources)
         with temporary():
             self.graph, self.returns, self.results, self.origins = self._convert(args)
         # Parameters are no state: other programs read them between two runs of this one.
@@ -138,6 +139,12 @@ class Specialization:
             values[group] = view_calls.write_node(old, slot.spec, new, storage.offset)
         return [values[group] for group in self.order]
 
+    def _constraints(self) -> dict[int, placement.Sharding]:
+        """Return how what is written stays split, by number of output; nothing on one device."""
+        if placement.home is None:
+            return {}
+        return {group: self.shardings.get(self.index(target)) for group, target in enumerate(self.targets)}
+
     def compile(self, bundled: bool = True) -> CompiledProgram:
         """Return the program; raise ``NodeFailure`` for a node that has no lowering for these arguments."""
         kept = {group for _, group in self.state}
@@ -153,6 +160,8 @@ class Specialization:
                 [*written, *self.results],
                 state=StateLayout(tuple(self.state), bundled) if self.state else STATELESS,
                 donate=[at for at, places in enumerate(slots) if places in rewritten],
+                shardings=self.shardings,
+                constraints=self._constraints(),
                 differentiable=True,
                 options=self.program.options.xla,
                 title=f"{self.program.name} ({len(self.program.module.graph.nodes):,} nodes)",
@@ -179,9 +188,12 @@ def _slot(arg: Any, index: Iterator[int]) -> Slot | SavedSlot:
     return slot_for(arg, False, index) if isinstance(arg, Tensor) else Static(arg)
 
 
-def _leaves(sources: Sequence[Any]) -> tuple[dict[int, Type], list[Places]]:
-    """Return the type of every array leaf, and the leaf, or the leaves, of each source."""
+def _leaves(
+    sources: Sequence[Any],
+) -> tuple[dict[int, Type], list[Places], dict[int, placement.Sharding]]:
+    """Return the type of every array leaf, the leaf, or the leaves, of each source, and how leaves are split."""
     types: dict[int, Type] = {}
+    shardings: dict[int, placement.Sharding] = {}
     places: list[Places] = []
     following = len(sources)
     for at, source in enumerate(sources):
@@ -190,11 +202,13 @@ def _leaves(sources: Sequence[Any]) -> tuple[dict[int, Type], list[Places]]:
             leaves = tuple(range(following, following + len(described.arrays)))
             following += len(leaves)
             types |= {n: _type(array) for n, array in zip(leaves, described.arrays, strict=True)}
+            shardings |= {n: array.sharding for n, array in zip(leaves, described.arrays, strict=True)}
             places.append(leaves)
         else:
             types[at] = _type(described)
+            shardings[at] = source.signature.sharding if isinstance(source, Buffer) else None
             places.append(at)
-    return types, places
+    return types, places, {at: sharding for at, sharding in shardings.items() if sharding is not None}
 
 
 def _type(array: Any) -> Type:

@@ -43,7 +43,8 @@ class Signature:
     """Shape and dtype of a buffer's value and whether it is a tracer; interned, so compared by identity.
 
     ``sharding`` says how the value is split over a mesh: None at home (``_runtime/placement.py``). ``shrunk`` marks a storage that was made shorter: tensors may show more than it has, so its plans check each call.
-    Signatures are never dropped, since keys and guards compare them with ``is``; there are as many as distinct shapes.
+    Signatures are dropped only with all that compares them with ``is``, keys and guards (``forget``); there are as many
+    as distinct shapes.
     """
 
     __slots__ = ("dtype", "nbytes", "shape", "sharding", "shrunk", "traced")
@@ -74,6 +75,11 @@ class Signature:
         """Return the signature of ``value``."""
         shape, dtype = tuple(value.shape), value.dtype
         return cls.intern(shape, dtype, is_traced([value]), False, placement.sharding_of(value))
+
+    @classmethod
+    def forget(cls) -> None:
+        """Drop all signatures, so that nothing that was compiled fits any more; every buffer must get a new one."""
+        cls._known.clear()
 
     def __repr__(self) -> str:
         split = "" if self.sharding is None else f" {self.sharding}"
@@ -119,6 +125,12 @@ class Buffer:
             # A program that keeps the old array would otherwise go on with that one.
             donation.settled(self)
         self.held = value
+
+    def compute(self, value: Array) -> None:
+        """Replace the node it holds by the node's array; where XLA was to choose how it is split, it has."""
+        self.held = value
+        if self.signature.sharding is placement.OPEN:
+            self.signature = Signature.of(value)
 
     def rebind(self, value: Array) -> None:
         """Replace the contents by an array of any shape and dtype."""
