@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from isthmus._distributed.data import check_replicas, shard_batches
 from isthmus._distributed.fully_shard import ShardingWarning, fully_shard
+from isthmus._distributed.hosts import initialize
 from isthmus._distributed.mesh import DeviceMesh, init_device_mesh
 from isthmus._distributed.styles import ExpertParallel, parallelize_module
 from isthmus._distributed.tensors import distribute_tensor, redistribute, shard_, sharding_of, visualize
@@ -30,6 +31,7 @@ __all__ = [
     "distribute_tensor",
     "fully_shard",
     "init_device_mesh",
+    "initialize",
     "parallelize_module",
     "redistribute",
     "shard_",

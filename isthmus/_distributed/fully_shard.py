@@ -42,7 +42,9 @@ def fully_shard(module: Module, *, mesh: DeviceMesh, reshard_after_forward: bool
     """
     check_current(mesh)
     if mesh.ndim != 1:
-        raise ValueError(f"fully_shard splits over one dim of a mesh, not {mesh.mesh_dim_names}: pass mesh[name]")
+        raise ValueError(
+            f"fully_shard splits over one dim of a mesh, not {mesh.mesh_dim_names}: pass mesh[name]"
+        )
     axis, count = mesh.mesh_dim_names[0], mesh.size()
     group: list[Part] = []
     left: list[str] = []

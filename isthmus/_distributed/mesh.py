@@ -118,13 +118,15 @@ def set_mesh(mesh: Mesh | None) -> None:
     buffers = [each for each in gc.get_objects() if type(each) is Buffer]
     with donation.lock:
         arrays = [(buffer, buffer.value) for buffer in buffers if _is_array(buffer)]
-        host = [placement.gather(array) if mesh is None else array for _, array in arrays]
+        host: list[Any] = [placement.gather(array) if mesh is None else array for _, array in arrays]
         _caches.clear_caches()
         Signature.forget()
         placement.set_mesh(mesh)
         factories.follow_shardings()
         for (buffer, _), array in zip(arrays, host, strict=True):
-            moved = placement.move(array) if mesh is not None else jax.device_put(array, jax.local_devices()[0])
+            moved = (
+                placement.move(array) if mesh is not None else jax.device_put(array, jax.local_devices()[0])
+            )
             buffer.rebind(moved)
 
 

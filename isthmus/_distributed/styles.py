@@ -63,7 +63,7 @@ def parallelize_module(
     """
     check_current(device_mesh)
     if device_mesh.ndim != 1:
-        raise ValueError(f"parallelize_module takes one dim of a mesh, not {device_mesh.mesh_dim_names}: pass mesh[name]")
+        raise ValueError(f"parallelize_module takes one dim of a mesh, not {device_mesh}: pass mesh[name]")
     if isinstance(parallelize_plan, ParallelStyle):
         _apply(parallelize_plan, "", module, device_mesh)
         return module
@@ -71,7 +71,9 @@ def parallelize_module(
     for pattern, style in parallelize_plan.items():
         found = [name for name in modules if _matches(name, pattern)]
         if not found:
-            warnings.warn(f"parallelize_module: no submodule is called {pattern!r}", UserWarning, stacklevel=2)
+            warnings.warn(
+                f"parallelize_module: no submodule is called {pattern!r}", UserWarning, stacklevel=2
+            )
         for name in found:
             _apply(style, name, modules[name], device_mesh)
     return module
@@ -82,7 +84,7 @@ def _matches(name: str, pattern: str) -> bool:
     return len(mine) == len(its) and all(fnmatch(a, b) for a, b in zip(mine, its, strict=True))
 
 
-def _apply(style: ParallelStyle, name: str, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def _apply(style: Any, name: str, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     kind = type(style)
     if kind is ColwiseParallel:
         dims = {"weight": 1} if isinstance(module, nn.Embedding) else {"weight": 0, "bias": 0}
@@ -94,7 +96,9 @@ def _apply(style: ParallelStyle, name: str, module: nn.Module, mesh: DeviceMesh)
         wanted = (Replicate(),) if embeds else (Shard(-1),)
         _borders(module, mesh, _pairs(style.input_layouts, wanted), (style.output_layouts[0],))
     elif kind is SequenceParallel:
-        _borders(module, mesh, _pairs(style.sequence_sharding, style.sequence_sharding), style.sequence_sharding)
+        _borders(
+            module, mesh, _pairs(style.sequence_sharding, style.sequence_sharding), style.sequence_sharding
+        )
     elif kind is PrepareModuleInput:
         _inputs(module, mesh, style)
     elif kind is PrepareModuleOutput:

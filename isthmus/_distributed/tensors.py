@@ -208,9 +208,7 @@ def _gradient(ctx: Any, gradient: Tensor) -> Any:
 
 _library.impl("redistribute", lambda input, forward, backward: torch.empty_like(input), "Meta")
 _library.impl("redistribute", lambda input, forward, backward: input.clone(), "CPU")
-torch.library.register_autograd(
-    "isthmus::redistribute", _gradient, setup_context=_setup, lib=_library
-)
+torch.library.register_autograd("isthmus::redistribute", _gradient, setup_context=_setup, lib=_library)
 torch.library.register_vmap(
     "isthmus::redistribute",
     lambda info, dims, input, forward, backward: (input.clone(), dims[0]),

@@ -53,7 +53,8 @@ class Contents:
         """Return the same contents with arrays that are split like this."""
         pairs = zip(self.arrays, shardings, strict=True)
         return Contents(
-            tuple([Signature.intern(a.shape, a.dtype, sharding=sharding) for a, sharding in pairs]), self.parts
+            tuple([Signature.intern(a.shape, a.dtype, sharding=sharding) for a, sharding in pairs]),
+            self.parts,
         )
 
     @property

@@ -294,7 +294,9 @@ def _following(plan: Plan) -> Plan:
 def signature_of(spec: Spec) -> Signature:
     """Return the signature of a new storage for this spec; with a mesh XLA chooses how it is split."""
     sharding = None if placement.home is None else placement.OPEN
-    return Signature.intern(storage_shape(spec.size, spec.stride), to_jax_dtype(spec.dtype), sharding=sharding)
+    return Signature.intern(
+        storage_shape(spec.size, spec.stride), to_jax_dtype(spec.dtype), sharding=sharding
+    )
 
 
 def maker(spec: Spec, calls: list[Call]) -> Callable[[Node], Tensor]:

@@ -245,9 +245,7 @@ class _Run:
         self.known = True  # whether every program was there
         self._settle: list[Callable[[], None]] = []
 
-    def whole(
-        self, family: Family, order: list[int], commit: Callable[[Sequence[Any]], None]
-    ) -> None:
+    def whole(self, family: Family, order: list[int], commit: Callable[[Sequence[Any]], None]) -> None:
         """Compute outputs of a graph, in this order, by one program."""
         self._call(self._find(family), order, commit)
 

@@ -125,9 +125,7 @@ class CompiledProgram:
             title=title,
         )
         leaves = [n.call for n in graph.inputs if isinstance(n.call, Leaf)]
-        kinds = {
-            at: (type.size, to_jax_dtype(type.dtype), shardings.get(at)) for at, type in arrays.items()
-        }
+        kinds = {at: (type.size, to_jax_dtype(type.dtype), shardings.get(at)) for at, type in arrays.items()}
         self._constraints = constraints
         self.graph, self.slots, self.results, self.state = graph, tuple(slots), tuple(results), state
         self.packing = Packing(state.pairs, kinds, state.bundled)

@@ -150,7 +150,9 @@ def build(
     clock = Clock()
     with _lock, scoped_x64(), progress.line(title), private.forgetting_callers():
         # Nothing else would tell JAX which devices a program without inputs is for.
-        place = {"out_shardings": sharding or placement.home} if placement.home and not inputs else {}
+        place: dict[str, Any] = {}
+        if placement.home is not None and not inputs:
+            place["out_shardings"] = sharding or placement.home
         examples = jax.tree.map(abstract, list(inputs))
         traced = jax.jit(function, donate_argnums=donate, **place).trace(*examples)
         memory.check(traced.jaxpr.jaxpr)  # before XLA, which ends the process where a size overflows

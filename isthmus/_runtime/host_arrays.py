@@ -55,7 +55,9 @@ def from_numpy(array: np.ndarray[Any, Any], sharding: placement.Sharding = None)
     with scoped_x64(), jax.ensure_compile_time_eval(), forgetting_callers():
         # On the CPU platform device_put may alias the numpy memory, and the tensor that owns it can still change.
         own = np.array(array, copy=True)
-        return jax.device_put(own, default_device()) if placement.home is None else placement.put(own, sharding)
+        return (
+            jax.device_put(own, default_device()) if placement.home is None else placement.put(own, sharding)
+        )
 
 
 def to_numpy(value: Any) -> np.ndarray[Any, Any]:

@@ -18,8 +18,8 @@ one-tuples make no difference. ``OPEN`` stands for "whatever XLA chooses", for r
 computed yet (lazy mode).
 
 What can go wrong: ``jax.device_put`` outside of 64-bit scope turns int64 into int32 behind an int64 tensor, so host
-arrays go through ``put``. Across processes each fills its own devices from the same values; ``put`` keeps a checksum of
-them, and ``verify`` compares it.
+arrays go through ``put``. Across processes each fills its own devices from the same values; ``note`` keeps a checksum
+of what tensors bring, and ``verify`` compares it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def set_mesh(mesh: Mesh | None) -> None:
 
 
 def canonical(sharding: Any, ndim: int) -> Sharding:
-    """Return the one object for all shardings that split arrays of ``ndim`` dims alike; None where the array is at home."""
+    """Return the one object for all shardings that split arrays of ``ndim`` dims alike; None for home."""
     key = (sharding, ndim)
     if key in _known:
         return _known[key]
@@ -146,9 +146,15 @@ def put(array: np.ndarray[Any, Any], sharding: Sharding = None) -> Array:
     assert place is not None
     if place.is_fully_addressable:
         return jax.device_put(array, place)
-    _checksum[0] = zlib.crc32(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data, _checksum[0])
-    _checksum[1] += 1
     return jax.make_array_from_callback(array.shape, place, lambda at: array[at])
+
+
+def note(array: np.ndarray[Any, Any]) -> None:
+    """Add an array of a tensor that is about to be put to the checksum, if there are other processes."""
+    if home is not None and not home.is_fully_addressable:
+        flat = np.ascontiguousarray(array).reshape(-1)
+        _checksum[0] = zlib.crc32(flat.view(np.uint8).data, _checksum[0])
+        _checksum[1] += 1
 
 
 def move(array: Array, sharding: Sharding = None) -> Array:
@@ -157,7 +163,9 @@ def move(array: Array, sharding: Sharding = None) -> Array:
     assert place is not None
     with jax.enable_x64(True):
         if array.is_fully_addressable and (place.is_fully_addressable or len(array.devices()) == 1):
-            return jax.device_put(array, place) if place.is_fully_addressable else put(np.asarray(array), place)
+            return (
+                jax.device_put(array, place) if place.is_fully_addressable else put(np.asarray(array), place)
+            )
         return jax.jit(lambda x: x, out_shardings=place)(array)
 
 

@@ -42,7 +42,8 @@ Array = Any
 class Signature:
     """Shape and dtype of a buffer's value and whether it is a tracer; interned, so compared by identity.
 
-    ``sharding`` says how the value is split over a mesh: None at home (``_runtime/placement.py``). ``shrunk`` marks a storage that was made shorter: tensors may show more than it has, so its plans check each call.
+    ``sharding`` says how the value is split over a mesh: None at home (``_runtime/placement.py``). ``shrunk`` marks a
+    storage that was made shorter: tensors may show more than it has, so its plans check each call.
     Signatures are dropped only with all that compares them with ``is``, keys and guards (``forget``); there are as many
     as distinct shapes.
     """

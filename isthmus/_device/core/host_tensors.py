@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from isthmus._device.torch_glue.private import contents
-from isthmus._runtime import counters, memory
+from isthmus._runtime import counters, memory, placement
 from isthmus._runtime.compiler import default_device, platform, scoped_x64
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
 from isthmus._runtime.host_arrays import from_numpy, to_numpy
@@ -27,7 +27,9 @@ _CROSSES = frozenset({
 def array_from_cpu(tensor: torch.Tensor, sharding: Any = None) -> Any:
     """Return a CPU tensor's elements on the device, with a mesh split as said, by default at home."""
     counters.count("bytes to device", tensor.nbytes)
-    return from_numpy(numpy_from_cpu(tensor), sharding)
+    array = numpy_from_cpu(tensor)
+    placement.note(array)
+    return from_numpy(array, sharding)
 
 
 def numpy_from_cpu(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -88,7 +90,9 @@ def write_through_cpu(tensor: torch.Tensor, values: torch.Tensor) -> None:
     shown.copy_(values)
     whole = shown.as_strided((shown.untyped_storage().nbytes() // shown.itemsize,), (1,), 0)
     buffer.rebind(
-        array_from_cpu(whole.view(to_torch_dtype(array.dtype)).reshape(array.shape), buffer.signature.sharding)
+        array_from_cpu(
+            whole.view(to_torch_dtype(array.dtype)).reshape(array.shape), buffer.signature.sharding
+        )
     )
 
 

@@ -279,7 +279,9 @@ class DonationVariants:
     def __init__(self, builder: Builder, donated: tuple[int, ...], resized: bool, inputs: list[Any]) -> None:
         self.builder, self.donated, self.fixed = builder, donated, resized or builder.traced
         self.calls: dict[bool, Callable[..., Any]] = {}
-        self.shardings: Sequence[placement.Sharding] | None = None  # of all results; both variants have the same
+        self.shardings: Sequence[placement.Sharding] | None = (
+            None  # of all results; both variants have the same
+        )
         # Both variants have the same conditions, so those of the first one are those of the plan.
         self.errors = self._add(self.donates(inputs))
 

@@ -95,7 +95,8 @@ def _take_over(self: Tensor, arrived: Tensor) -> None:
     """Let a tensor hold the array of one that has just arrived, split as its own is."""
     buffer, new = buffer_of(self), buffer_of(arrived)
     sharding = buffer.signature.sharding
-    buffer.rebind(new.held if new.signature.sharding is sharding else placement.move(new.held, sharding))
+    array: Any = new.held
+    buffer.rebind(array if new.signature.sharding is sharding else placement.move(array, sharding))
 
 
 def _same_kind(self: Tensor, other: Tensor) -> bool:

@@ -134,9 +134,7 @@ def zeros_like(
     return empty_strided(self.shape, stride, dtype=dtype, device=device)
 
 
-def _made_like(
-    self: Tensor, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
-) -> Tensor:
+def _made_like(self: Tensor, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return zeros that are split as the storage of ``self`` is, if they have its shape: an optimizer's state."""
     its = buffer_of(self).signature if self.device.type == "jax" else None
     shape, kind = storage_shape(size, stride), to_jax_dtype(dtype)
