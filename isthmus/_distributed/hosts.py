@@ -73,13 +73,15 @@ def joining(
     if any(name in environment for name in _CLUSTERS):
         return {}
     if count is not None or rank is not None:
-        raise ValueError("isthmus.distributed.initialize: num_processes and process_id need coordinator_address")
+        raise ValueError(
+            "isthmus.distributed.initialize: num_processes and process_id need coordinator_address"
+        )
     return None
 
 
 def _agreed(host: str, rank: int, timeout: float) -> str:
     """Return the address that rank 0 chose, which torchrun's store tells the others."""
-    from torch.distributed import rendezvous
+    from torch.distributed.rendezvous import rendezvous
 
     store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout))))
     if rank == 0:

@@ -20,7 +20,7 @@ _MOST = 16
 def quick(like: Like, slow: Call) -> Call:
     """Return what runs calls like one that was made, and calls ``slow`` with the arguments of others."""
     run = like.run
-    makers, count = run.specialization.returns.makers(run.shardings(0)), len(like.signatures)
+    makers, count = run.specialization.returns.makers(run.shardings), len(like.signatures)
     if not run.pure or makers is None or any(like.moved) or not 0 < count <= _MOST:
         return slow
     scope = {
@@ -29,8 +29,8 @@ def quick(like: Like, slow: Call) -> Call:
         "alike": like.alike,
         "slow": slow,
         "forgetting": forgetting_callers,
-        "run": run.call,
-        "none": run.nothing_failed,
+        "run": run.program.call,
+        "none": run.program.nothing_failed,
         **{f"s{n}": signature for n, signature in enumerate(like.signatures)},
         **{f"m{n}": make for n, make in enumerate(makers)},
     }

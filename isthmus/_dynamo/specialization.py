@@ -30,7 +30,7 @@ from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import Node, Type, leaf, temporary
 from isthmus._graph.passes import optimise
 from isthmus._program.evaluate import CallFailure
-from isthmus._program.program import STATELESS, CompiledProgram, Places, StateLayout
+from isthmus._program.program import CompiledProgram, Places, StateLayout
 from isthmus._runtime import placement
 from isthmus._runtime.dtypes import to_torch_dtype
 
@@ -145,7 +145,7 @@ class Specialization:
             return {}
         return {group: self.shardings.get(self.index(target)) for group, target in enumerate(self.targets)}
 
-    def compile(self, bundled: bool = True) -> CompiledProgram:
+    def compile(self) -> CompiledProgram:
         """Return the program; raise ``NodeFailure`` for a node that has no lowering for these arguments."""
         kept = {group for _, group in self.state}
         state = {index for index, _ in self.state}
@@ -158,7 +158,7 @@ class Specialization:
                 self.arrays,
                 slots,
                 [*written, *self.results],
-                state=StateLayout(tuple(self.state), bundled) if self.state else STATELESS,
+                state=StateLayout(tuple(self.state)),
                 donate=[at for at, places in enumerate(slots) if places in rewritten],
                 shardings=self.shardings,
                 constraints=self._constraints(),

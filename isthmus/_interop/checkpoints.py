@@ -279,8 +279,10 @@ def follow_parameters(optimizer: torch.optim.Optimizer) -> None:
     if placement.home is None:
         return
     for parameter, state in optimizer.state.items():
-        its = buffer_of(parameter).signature if parameter.device.type == "jax" else None
-        for value in state.values() if its is not None else ():
+        if parameter.device.type != "jax":
+            continue
+        its = buffer_of(parameter).signature
+        for value in state.values():
             if isinstance(value, Tensor) and value.device.type == "jax" and value.shape == parameter.shape:
                 buffer = buffer_of(value)
                 if buffer.signature.shape == its.shape and buffer.signature.sharding is not its.sharding:
@@ -356,7 +358,9 @@ def _tensor(value: np.ndarray[Any, Any], like: Any) -> Tensor:
     if placement.home is None or not isinstance(like, Tensor) or like.device.type != "jax":
         return from_jax(value)  # type: ignore[no-any-return]
     signature = buffer_of(like).signature
-    fits = signature.shape == value.shape and like.is_contiguous() and signature.sharding is not placement.OPEN
+    fits = (
+        signature.shape == value.shape and like.is_contiguous() and signature.sharding is not placement.OPEN
+    )
     return wrap(from_numpy(value, signature.sharding if fits else None), like.dtype)
 
 
