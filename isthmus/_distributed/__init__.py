@@ -1,1 +1,1 @@
-"""Many devices: a mesh that one program runs over, and ranks of torch.distributed."""
+"""Many devices: ``torch.distributed`` on device "jax", a process for each device."""
