@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -33,6 +34,7 @@ from isthmus._program.evaluate import CallFailure
 from isthmus._program.program import CompiledProgram, Places, StateLayout
 from isthmus._runtime import placement
 from isthmus._runtime.dtypes import to_torch_dtype
+from isthmus._runtime.user_frames import place_in
 
 if TYPE_CHECKING:
     from isthmus._dynamo.program import Program
@@ -145,6 +147,17 @@ class Specialization:
             return {}
         return {group: self.shardings.get(self.index(target)) for group, target in enumerate(self.targets)}
 
+    def _lines(self) -> dict[Node, str] | None:
+        """Return the line of user code of each node as ``file.py:12``; None on one device."""
+        if placement.home is None:
+            return None
+        places = {node: place_in(fx.meta.get("stack_trace") or "") for node, fx in self.origins.items()}
+        return {
+            node: f"{Path(place.file).name}:{place.line}"
+            for node, place in places.items()
+            if place is not None
+        }
+
     def compile(self) -> CompiledProgram:
         """Return the program; raise ``NodeFailure`` for a node that has no lowering for these arguments."""
         kept = {group for _, group in self.state}
@@ -162,6 +175,7 @@ class Specialization:
                 donate=[at for at, places in enumerate(slots) if places in rewritten],
                 shardings=self.shardings,
                 constraints=self._constraints(),
+                lines=self._lines(),
                 differentiable=True,
                 options=self.program.options.xla,
                 title=f"{self.program.name} ({len(self.program.module.graph.nodes):,} nodes)",

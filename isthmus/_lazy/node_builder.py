@@ -180,8 +180,10 @@ class Recipe:
 
     def plan(self) -> Plan:
         """Return how a call is recorded."""
-        if placement.home is not None and is_made_like(self.builder.op):
-            return _following(self._general())
+        if placement.home is not None and self.builder.mutation is None:
+            made_of_nothing = not any(map(_has_tensor, self.builder.slots.values()))
+            if made_of_nothing or is_made_like(self.builder.op):
+                return _placing(self._general(), not made_of_nothing)
         plain = self._is_plain()
         single = len(self.call.types) == 1 and not self.checked
         if plain and single and self.builder.mutation is None and self.builder.assembler() is only:
@@ -278,14 +280,20 @@ class Recipe:
         return write
 
 
-def _following(plan: Plan) -> Plan:
-    """Return the plan of ``full_like`` and its kind, with a mesh: the new tensor is split as the one it is like."""
+def _has_tensor(slot: Slot) -> bool:
+    return any(map(_has_tensor, slot)) if isinstance(slot, list) else isinstance(slot, TensorSlot)
+
+
+def _placing(plan: Plan, follows: bool) -> Plan:
+    """Return the plan of a factory, with a mesh: ``zeros`` is at home, ``full_like`` split as the tensor it is like."""
 
     def run(inputs: list[Node], values: Values) -> Any:
         tensor = plan(inputs, values)
-        buffer, its = buffer_of(tensor), buffer_of(values[0]).signature
-        if its.shape == buffer.signature.shape:
-            buffer.signature = Signature.intern(its.shape, buffer.signature.dtype, sharding=its.sharding)
+        if isinstance(tensor, Tensor):
+            buffer = buffer_of(tensor)
+            mine, its = buffer.signature, buffer_of(values[0]).signature if follows else None
+            sharding = its.sharding if its is not None and its.shape == mine.shape else None
+            buffer.signature = Signature.intern(mine.shape, mine.dtype, sharding=sharding)
         return tensor
 
     return run

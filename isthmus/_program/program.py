@@ -89,6 +89,7 @@ class CompiledProgram:
         donate: positions in ``slots`` whose memory the results may take.
         shardings: with a mesh, how array leaves are split, by index; those left out are at home.
         constraints: with a mesh, how outputs must be split, by number; XLA chooses for those left out.
+        lines: with a mesh, the lines of user code that nodes come from; collectives are listed by them.
         constants: values of the offsets that are compiled in, by index; ``moving`` are the other offsets.
         differentiable: whether JAX may differentiate through the program.
     """
@@ -104,6 +105,7 @@ class CompiledProgram:
         donate: Sequence[int] = (),
         shardings: Mapping[int, Sharding] = _NONE,
         constraints: Mapping[int, Sharding] = _NONE,
+        lines: Mapping[Node, str] | None = None,
         constants: Mapping[int, int] | None = None,
         moving: Sequence[int] = (),
         differentiable: bool = False,
@@ -119,6 +121,7 @@ class CompiledProgram:
             donate=donate,
             shardings=shardings,
             constraints=constraints,
+            lines=lines,
             constants=constants,
             moving=moving,
             differentiable=differentiable,
@@ -127,7 +130,7 @@ class CompiledProgram:
         )
         leaves = [n.call for n in graph.inputs if isinstance(n.call, Leaf)]
         kinds = {at: (type.size, to_jax_dtype(type.dtype), shardings.get(at)) for at, type in arrays.items()}
-        self._constraints = constraints
+        self._constraints, self._lines = constraints, lines
         self.graph, self.slots, self.results, self.state = graph, tuple(slots), tuple(results), state
         self.packing = Packing(state.pairs, kinds, state.bundled)
         self.constant_offsets, self.moving = dict(constants or {}), list(moving)
@@ -180,7 +183,7 @@ class CompiledProgram:
             return offsets[leaf.index] if leaf.index in offsets else self.constant_offsets[leaf.index]
 
         values = [value_of(n.call) for n in self.graph.inputs if isinstance(n.call, Leaf)]
-        run = evaluate.run(self.graph, values, self._differentiable)
+        run = evaluate.run(self.graph, values, self._differentiable, self._lines)
         outputs = list(run.outputs)
         for at, sharding in self._constraints.items():
             outputs[at] = placement.constrain(outputs[at], sharding)

@@ -18,20 +18,30 @@ from tests.conftest import UNOPTIMIZED
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(module: str, *arguments: str, timeout: float = 300, devices: int = 8, processes: int = 1) -> list[Any]:
+def run(
+    module: str, *arguments: str, timeout: float = 300, devices: int = 8, processes: int = 1
+) -> list[Any]:
     """Run a module of the tests on that many devices a process; return what it printed with ``say``."""
     launch = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}"] if processes > 1 else []
     flags = f"{UNOPTIMIZED} --xla_force_host_platform_device_count={devices}"
     ran = subprocess.run(
         [sys.executable, *launch, "-m", f"tests.distributed.{module}", *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags, "NPROC": "32", "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "XLA_FLAGS": flags,
+            "NPROC": "32",
+            "OMP_NUM_THREADS": "1",
+        },
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=timeout,
     )
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-6000:]
-    return [json.loads(line.removeprefix(_MARK)) for line in ran.stdout.splitlines() if line.startswith(_MARK)]
+    return [
+        json.loads(line.removeprefix(_MARK)) for line in ran.stdout.splitlines() if line.startswith(_MARK)
+    ]
 
 
 _MARK = "said: "

@@ -43,7 +43,11 @@ class Block(nn.Module):
         q, k, v = [
             layer(y).view(batch, length, self.heads, -1).transpose(1, 2) for layer in (self.q, self.k, self.v)
         ]
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, length, width)
+        y = (
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .reshape(batch, length, width)
+        )
         x = x + self.drop(self.o(y))
         return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
 
@@ -108,7 +112,10 @@ def data(name: str, steps: int) -> list[tuple[Tensor, Tensor]]:
     """Return a batch of 16 for each step."""
     generator = torch.Generator().manual_seed(1)
     if name == "mlp":
-        return [(torch.randn(16, 16, generator=generator), torch.randn(16, 8, generator=generator)) for _ in range(steps)]
+        return [
+            (torch.randn(16, 16, generator=generator), torch.randn(16, 8, generator=generator))
+            for _ in range(steps)
+        ]
     if name.startswith("gpt"):
         draw = [torch.randint(0, 32, (2, 16, 8), generator=generator) for _ in range(steps)]
         return [(x, y) for x, y in draw]
@@ -141,7 +148,9 @@ def stepper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
 
 def adam(model: nn.Module, mode: str = "eager") -> torch.optim.Optimizer:
     """Return the optimizer of a model."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, capturable=mode in ("jit", "compile step"))
+    return torch.optim.AdamW(
+        model.parameters(), lr=1e-2, eps=1e-3, capturable=mode in ("jit", "compile step")
+    )
 
 
 def reference(name: str, steps: int) -> tuple[list[float], list[Tensor]]:
@@ -189,7 +198,9 @@ def parallel(name: str, parallelism: str) -> tuple[nn.Module, Any]:
 
 def bytes_on_one(tensor: Tensor) -> int:
     """Return the bytes of a tensor on the first device."""
-    return sum(shard.data.nbytes for shard in buffer_of(tensor).value.addressable_shards if shard.device.id == 0)
+    return sum(
+        shard.data.nbytes for shard in buffer_of(tensor).value.addressable_shards if shard.device.id == 0
+    )
 
 
 def facts(model: nn.Module, optimizer: torch.optim.Optimizer, wanted: list[Tensor]) -> dict[str, Any]:
@@ -198,7 +209,11 @@ def facts(model: nn.Module, optimizer: torch.optim.Optimizer, wanted: list[Tenso
     for name, parameter in model.named_parameters():
         state = optimizer.state[parameter]["exp_avg"]
         grad = None if parameter.grad is None else dist.sharding_of(parameter.grad)
-        shardings = [dist.sharding_of(parameter), dist.sharding_of(state), grad or dist.sharding_of(parameter)]
+        shardings = [
+            dist.sharding_of(parameter),
+            dist.sharding_of(state),
+            grad or dist.sharding_of(parameter),
+        ]
         same = all(sharding == shardings[0] for sharding in shardings)
         whole = not any(isinstance(place, Shard) for place in shardings[0])
         rows.append((name, same, whole, parameter.nbytes, bytes_on_one(parameter), bytes_on_one(state)))
