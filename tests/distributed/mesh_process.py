@@ -1,7 +1,7 @@
 """A process with eight devices, made of one CPU: what the tests of the global view run in.
 
 XLA's thread pool has as many threads as the machine has cores, and a collective needs one for each device: with fewer,
-programs now and then wait for each other and XLA ends the process after 40 seconds. ``NPROC`` sets the size of the pool.
+programs now and then wait for each other and XLA ends the process after 40 seconds. ``NPROC`` is the size of the pool.
 """
 
 from __future__ import annotations

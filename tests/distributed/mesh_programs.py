@@ -20,10 +20,22 @@ from tests.distributed.mesh_process import say
 def main(parallelism: str) -> None:
     """Say the collectives that ``isthmus.explain`` lists, forward and backward, and the text it prints."""
     mesh = dist.init_device_mesh((4, 2), ("dp", "tp"))
-    layers = [nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)]
+    layers = [
+        nn.Linear(16, 64),
+        nn.GELU(),
+        nn.Linear(64, 16),
+        nn.Linear(16, 64),
+        nn.GELU(),
+        nn.Linear(64, 16),
+    ]
     model = nn.Sequential(*layers).to("jax")
     if parallelism == "tp":
-        plan = {"0": ColwiseParallel(), "2": RowwiseParallel(), "3": ColwiseParallel(), "5": RowwiseParallel()}
+        plan = {
+            "0": ColwiseParallel(),
+            "2": RowwiseParallel(),
+            "3": ColwiseParallel(),
+            "5": RowwiseParallel(),
+        }
         dist.parallelize_module(model, mesh["tp"], plan)
     else:
         dist.fully_shard(model, mesh=mesh["dp"])

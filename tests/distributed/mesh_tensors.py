@@ -58,11 +58,12 @@ def placements() -> None:
     cases += [([Shard(0), Shard(0)], (1, 4)), ([Replicate(), Replicate()], (8, 4))]
     for wanted, part in cases:
         split = dist.distribute_tensor(x, mesh, wanted)
-        assert (
-            dist.sharding_of(split) == tuple(wanted) and split.shape == x.shape and split.dtype == torch.int64
-        )
+        assert dist.sharding_of(split) == tuple(wanted)
+        assert split.shape == x.shape
+        assert split.dtype == torch.int64
         assert isthmus.to_jax(split).addressable_shards[0].data.shape == part
-        assert torch.equal(split.cpu(), x) and split.sum().item() == x.sum()
+        assert torch.equal(split.cpu(), x)
+        assert split.sum().item() == x.sum()
         assert dist.sharding_of(split + 1) == tuple(wanted)
     assert dist.sharding_of(dist.distribute_tensor(x, mesh["tp"], [Shard(1)])) == (Replicate(), Shard(1))
     weight = dist.shard_(nn.Parameter(torch.randn(8, 4).to("jax")), mesh["tp"], [Shard(0)])
@@ -70,7 +71,8 @@ def placements() -> None:
     assert dist.sharding_of(weight) == (Shard(1), Shard(0))
     images = torch.randn(2, 8, 4, 4).to(memory_format=torch.channels_last).to("jax")
     dist.shard_(images, mesh["dp"], [Shard(1)])
-    assert dist.sharding_of(images) == (Shard(1), Replicate()) and images.stride()[1] == 1
+    assert dist.sharding_of(images) == (Shard(1), Replicate())
+    assert images.stride()[1] == 1
     with pytest.raises(ValueError, match="cannot share evenly"):
         dist.distribute_tensor(torch.ones(6, 4), mesh["dp"], [Shard(0)])
     with pytest.raises(ValueError, match="never partial"):
@@ -109,8 +111,10 @@ def followers() -> None:
             whole, sum_ = torch.zeros(16, 8, device="jax"), x + 1
             x.copy_(sum_)
             whole.copy_(sum_)
-            assert torch.equal(x.cpu(), base + 1) and torch.equal(whole.cpu(), base + 1)
-            assert dist.sharding_of(x) == (Shard(0),) and dist.sharding_of(whole) == (Replicate(),)
+            assert torch.equal(x.cpu(), base + 1)
+            assert torch.equal(whole.cpu(), base + 1)
+            assert dist.sharding_of(x) == (Shard(0),)
+            assert dist.sharding_of(whole) == (Replicate(),)
 
 
 def random_numbers() -> None:
@@ -124,7 +128,8 @@ def random_numbers() -> None:
             [nn.functional.dropout(x, 0.5), torch.rand_like(x), torch.bernoulli(x * 0.3), x.clone().normal_()]
         )
     for one, two, three in zip(*draws, strict=True):
-        assert torch.equal(one.cpu(), two.cpu()) and torch.equal(one.cpu(), three.cpu())
+        assert torch.equal(one.cpu(), two.cpu())
+        assert torch.equal(one.cpu(), three.cpu())
 
 
 def redistributing() -> None:
@@ -149,10 +154,11 @@ def redistributing() -> None:
         split = dist.distribute_tensor(x, mesh, S0)
         run = isthmus.jit(trained) if mode == "jit" else trained
         if mode == "compile":
-            fast = torch.compile(loss, backend="isthmus", fullgraph=True)
-            run = lambda w, x: (fast(w, x).backward(), want)[1]  # noqa: E731
-        with isthmus.lazy() if mode == "lazy" else torch.enable_grad():
-            out = run(w, split)
+            out = torch.compile(loss, backend="isthmus", fullgraph=True)(w, split)
+            out.backward()
+        else:
+            with isthmus.lazy() if mode == "lazy" else torch.enable_grad():
+                out = run(w, split)
         torch.testing.assert_close(out.detach().cpu(), want.detach(), msg=mode)
         torch.testing.assert_close(w.grad.cpu(), plain.grad, msg=mode)
         assert dist.sharding_of(w.grad) == (Shard(0),), mode
@@ -161,13 +167,15 @@ def redistributing() -> None:
 
 def arrays() -> None:
     """Arrays that JAX has split become split tensors and the other way round; others go to the mesh."""
+    other = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+    spread = jax.device_put(jnp.arange(8.0), NamedSharding(other, P("x")))
     with pytest.raises(isthmus.errors.IsthmusError, match="init_device_mesh"):
-        other = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
-        isthmus.from_jax(jax.device_put(jnp.arange(8.0), NamedSharding(other, P("x"))))
+        isthmus.from_jax(spread)
     mesh = dist.init_device_mesh((8,), ("dp",))
     array = jax.device_put(jnp.arange(16.0).reshape(8, 2), NamedSharding(mesh.jax_mesh, P("dp")))
     tensor = isthmus.from_jax(array)
-    assert dist.sharding_of(tensor) == (Shard(0),) and isthmus.to_jax(tensor) is array
+    assert dist.sharding_of(tensor) == (Shard(0),)
+    assert isthmus.to_jax(tensor) is array
     assert dist.sharding_of(isthmus.from_jax(jnp.arange(4.0))) == (Replicate(),)
 
     linear = nn.Linear(2, 4).to("jax")  # isthmus.functional under a mesh of the user's
@@ -186,18 +194,19 @@ def modules() -> None:
     model = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 3)).to("jax")
     with pytest.warns(dist.ShardingWarning, match=r"2\.bias \(3,\)"):
         dist.fully_shard(model, mesh=mesh)
-    assert dist.sharding_of(model[2].weight) == (Shard(1),) and dist.sharding_of(model[2].bias) == (
-        Replicate(),
-    )
-    assert isinstance(model[0].weight, nn.Parameter) and list(model.state_dict()) == [
-        "0.weight", "0.bias", "2.weight", "2.bias"]  # fmt: skip
+    assert dist.sharding_of(model[2].weight) == (Shard(1),)
+    assert dist.sharding_of(model[2].bias) == (Replicate(),)
+    assert isinstance(model[0].weight, nn.Parameter)
+    assert list(model.state_dict()) == ["0.weight", "0.bias", "2.weight", "2.bias"]
     nn.init.constant_(model[0].weight, 0.5)
     assert model[0].weight.sum().item() == 192.0
     twin, x = copy.deepcopy(model), torch.randn(8, 16).to("jax")
     nn.init.zeros_(twin[0].weight)
-    assert not torch.equal(model(x).cpu(), twin(x).cpu()) and "weight" not in model[0].__dict__
+    assert not torch.equal(model(x).cpu(), twin(x).cpu())
+    assert "weight" not in model[0].__dict__
     twin.load_state_dict(model.state_dict())
-    assert torch.equal(model(x).cpu(), twin(x).cpu()) and dist.sharding_of(twin[0].weight) == (Shard(0),)
+    assert torch.equal(model(x).cpu(), twin(x).cpu())
+    assert dist.sharding_of(twin[0].weight) == (Shard(0),)
     folder = tempfile.mkdtemp() + "/model"
     optimizer = torch.optim.AdamW(model.parameters())
     model(x).sum().backward()
@@ -263,7 +272,8 @@ def batches() -> None:
         out = list(dist.shard_batches(rows, mesh))
     assert [dist.sharding_of(batch["x"]) for batch in out] == [(Shard(0),), (Shard(0),), (Replicate(),)]
     assert all(torch.equal(b["x"].cpu(), r["x"]) for b, r in zip(out, rows, strict=True))
-    assert out[0]["name"] == "a" and out[0]["scale"].item() == 2.0
+    assert out[0]["name"] == "a"
+    assert out[0]["scale"].item() == 2.0
 
 
 def memory() -> None:
@@ -300,7 +310,8 @@ def one_device_again() -> None:
     from isthmus._distributed.mesh import set_mesh
 
     set_mesh(None)
-    assert (x + 1).sum().item() == 36.0 and len(isthmus.to_jax(x).devices()) == 1
+    assert (x + 1).sum().item() == 36.0
+    assert len(isthmus.to_jax(x).devices()) == 1
     assert placement.home is None
 
 

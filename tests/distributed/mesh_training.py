@@ -1,7 +1,7 @@
 """Trains a small model on a mesh in several modes and says how it compares with CPU torch.
 
 ``python -m tests.distributed.mesh_training MODEL PARALLELISM MODE,MODE [STEPS]``. Adam's epsilon is 1e-3: gradients
-that are zero in exact arithmetic (a bias before a BatchNorm) are rounding errors, which it would make as large as others.
+that are zero in exact arithmetic (a bias before a BatchNorm) are rounding errors, which it would make large.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ def check(row: dict[str, Any], parallelism: str) -> None:
     assert row["compiled late"] == 0, row
     assert row["split otherwise"] == [], row
     for whole, parameter, state in row["bytes"]:
-        assert parameter == state and whole % parameter == 0
+        assert parameter == state
+        assert whole % parameter == 0
         assert whole // parameter >= SPLIT[parallelism], row
     if parallelism == "fsdp":  # exactly an eighth, of everything that eight devices can share
         assert row["whole"] == [] and all(whole == 8 * part for whole, part, _ in row["bytes"]), row
