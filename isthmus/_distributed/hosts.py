@@ -7,7 +7,6 @@ store, so rank 0 chooses another one for JAX and tells it to the others through 
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Mapping
 from datetime import timedelta
@@ -15,12 +14,11 @@ from typing import Any
 
 import jax
 
+from isthmus import config
 from isthmus._runtime import compiler
 from isthmus.errors import IsthmusError
 
 _ADDRESS = "isthmus/coordinator"
-_CLUSTERS = ("SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri", "TPU_WORKER_HOSTNAMES", "MEGASCALE_COORDINATOR_ADDRESS")
-"""Variables of the environments that JAX recognises; on a TPU virtual machine it asks the metadata server as well."""
 
 
 def initialize(
@@ -41,7 +39,7 @@ def initialize(
     """
     if jax.distributed.is_initialized():
         return
-    plan = joining(os.environ, coordinator_address, num_processes, process_id, timeout)
+    plan = joining(config.cluster(), coordinator_address, num_processes, process_id, timeout)
     if plan is None:
         return
     if compiler.default_device.cache_info().currsize:
@@ -70,8 +68,8 @@ def joining(
             return None
         address = _agreed(environment["MASTER_ADDR"], rank, timeout)
         return {"coordinator_address": address, "num_processes": count, "process_id": rank}
-    if any(name in environment for name in _CLUSTERS):
-        return {}
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} & environment.keys() and environment:
+        return {}  # JAX knows the others; on a TPU virtual machine it asks the metadata server as well
     if count is not None or rank is not None:
         raise ValueError(
             "isthmus.distributed.initialize: num_processes and process_id need coordinator_address"

@@ -22,10 +22,10 @@ from torch.fx import Node as FxNode
 from isthmus._device.core.buffer import Buffer, check_reach
 from isthmus._device.core.slots import Slot, Static, TensorSlot, slot_for
 from isthmus._dynamo.convert import Conversion, Storage
-from isthmus._dynamo.evaluate import NodeFailure
 from isthmus._dynamo.layout import Symbols
 from isthmus._dynamo.returns import Returns
 from isthmus._dynamo.saved_tensors import Contents, Part, contents_of
+from isthmus._dynamo.targets import NodeFailure
 from isthmus._graph import view_calls
 from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import Node, Type, leaf, temporary

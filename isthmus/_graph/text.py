@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import Call, Input, Item, Leaf, Node
+from isthmus._graph.private import OpOverload
 from isthmus._graph.schema import schema_of
 
 
@@ -81,6 +82,8 @@ def _value(value: Any, given: list[str]) -> str:
         return given[value.index]
     if isinstance(value, tuple):
         return f"[{', '.join(_value(item, given) for item in value)}]"
+    if isinstance(value, Graph):  # a branch or a body, indented
+        return "{\n" + textwrap.indent(text(value), "  ") + "\n}"
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else repr(value)
 
 

@@ -18,9 +18,8 @@ import numpy as np
 import torch
 from jax import lax
 from jax.typing import DTypeLike
-from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as Promotion
-from torch._prims_common import elementwise_dtypes
 
+from isthmus._graph.private import Promotion, elementwise_dtypes
 from isthmus._runtime import compiler
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
 
@@ -209,6 +208,19 @@ def product_dtype(dtype: DTypeLike) -> DType:
     XLA accumulates in the dtype of the result.
     """
     return accumulation_dtype(dtype) if compiler.platform() == "cpu" else np.dtype(dtype)
+
+
+@functools.cache
+def _dimension() -> type:
+    from jax import export
+
+    # JAX's class of symbolic dimensions has no public name.
+    return type(export.symbolic_shape("n")[0])
+
+
+def is_dimension(value: object) -> bool:
+    """Return whether a size is a symbol of JAX's, known only when an exported program runs."""
+    return compiler.is_portable() and isinstance(value, _dimension())
 
 
 def wrap_dim(dim: int, ndim: int) -> int:

@@ -91,6 +91,9 @@ def run(
         with forgetting_callers():
             return donation.run(program.call, program.arguments(arrays, constants, draws), commit)
     with donation.lock, forgetting_callers():
+        if donation.threaded():
+            # Another thread may have given its array away, or kept it in a program, since it was read.
+            arrays = [source.value if isinstance(source, Buffer) else source for source in sources]
         undo = donation.take(arrays, program.donated, owners) if owners else None
         inputs = program.arguments(arrays, constants, draws)
         if residence is None:

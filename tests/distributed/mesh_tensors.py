@@ -104,9 +104,11 @@ def followers() -> None:
                 t.t()[1].zero_()
                 torch.relu_(t)
                 t[::2].copy_(other.flip(0))
-            assert torch.equal(x.cpu(), want) and dist.sharding_of(x) == (Shard(0),), mode
+            assert torch.equal(x.cpu(), want), mode
+            assert dist.sharding_of(x) == (Shard(0),), mode
             x.copy_(base)
-            assert torch.equal(x.cpu(), base) and dist.sharding_of(x) == (Shard(0),), mode
+            assert torch.equal(x.cpu(), base), mode
+            assert dist.sharding_of(x) == (Shard(0),), mode
             # One value, wanted whole by one storage and split by another.
             whole, sum_ = torch.zeros(16, 8, device="jax"), x + 1
             x.copy_(sum_)
