@@ -45,6 +45,7 @@ class StagedProgram:
 
     donated: tuple[int, ...] = ()
     packing = Packing((), {})
+    result_shardings = None  # graphs on a mesh are not cut
 
     def __init__(
         self,
