@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help venv demo test test-all test-versions lint format docs bench clean
+.PHONY: help venv demo test test-all test-versions lint format docs bench release clean
 
 help: ## say what the targets do
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -52,6 +52,9 @@ bench: venv ## what importing, dispatching, crossing to JAX and compiled models 
 	-$(BIN)/python benchmarks/first_call.py
 	-$(BIN)/python benchmarks/interop.py
 	$(BIN)/python benchmarks/compile.py
+
+release: ## build sdist and wheel into dist/, check them, and try the wheel in an environment of its own
+	$(PYTHON) tests/check_release.py
 
 clean: ## remove what the other targets made
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -14,7 +14,6 @@ from isthmus._device.torch_glue.private import has_saving_hooks
 from isthmus._dynamo import decompositions, repeated_blocks, saved_tensors
 from isthmus._dynamo import joint as joint_passes
 from isthmus._dynamo.clusters import Clusters
-from isthmus._dynamo.evaluate import NodeFailure
 from isthmus._dynamo.fast_path import quick
 from isthmus._dynamo.options import Options, check_mode, parse
 from isthmus._dynamo.private import (
@@ -29,6 +28,7 @@ from isthmus._dynamo.private import (
 from isthmus._dynamo.program import Program
 from isthmus._dynamo.random import key_random_nodes
 from isthmus._dynamo.refusals import Refused, refuses_a_write, writes_bytes_as_booleans
+from isthmus._dynamo.targets import NodeFailure
 
 _numbers = itertools.count()
 keep_optimizer_steps_on_device()

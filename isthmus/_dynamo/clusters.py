@@ -14,12 +14,13 @@ import torch
 from torch.fx import GraphModule, Node
 
 from isthmus._device.core.fallback import FallbackWarning
-from isthmus._dynamo import compile_log, freeze, higher_order, repeated_blocks  # noqa: F401
-from isthmus._dynamo.evaluate import NodeFailure, is_lowered
+from isthmus._dynamo import compile_log, freeze, repeated_blocks
+from isthmus._dynamo.convert import is_lowered
 from isthmus._dynamo.options import Options
 from isthmus._dynamo.program import Program
 from isthmus._dynamo.random import Draw
 from isthmus._dynamo.saved_tensors import KEEP, KEPT
+from isthmus._dynamo.targets import NodeFailure
 from isthmus._ops.tensors.views import VIEWS
 from isthmus.errors import MissingLowering, first_line
 

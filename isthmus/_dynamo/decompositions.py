@@ -9,7 +9,7 @@ from typing import Any
 from torch._ops import OpOverload
 
 from isthmus._dynamo import attention, refusals
-from isthmus._dynamo.evaluate import OWN
+from isthmus._dynamo.convert import has_rule
 from isthmus._graph.schema import schema_of
 from isthmus._ops import families  # noqa: F401  # importing it files every lowering
 from isthmus._ops.registry import lowering_of
@@ -25,7 +25,7 @@ def table() -> dict[OpOverload, Callable[..., Any]]:
         op: refusals.checking(op, function)
         for op, function in decomposition_table.items()
         if isinstance(op, OpOverload)
-        and op not in OWN
+        and not has_rule(op)
         and op not in VIEWS
         and not schema_of(op).mutated
         and lowering_of(op) is None

@@ -19,7 +19,6 @@ from isthmus._device.core.buffer import Buffer, Signature, wrap_strided
 from isthmus._device.core.strided import read
 from isthmus._device.core.transfers import array_of
 from isthmus._device.torch_glue.private import empty_tensor
-from isthmus._dynamo.evaluate import OWN, Evaluation
 from isthmus._dynamo.layout import root_of
 from isthmus._graph.layout import Spec, contiguous_strides
 from isthmus.errors import IsthmusError
@@ -114,15 +113,6 @@ _library.impl(
     "Meta",
 )
 KEEP, KEPT = torch.ops.isthmus.keep.default, torch.ops.isthmus.kept.default
-
-
-def _lower_kept(run: Evaluation, node: Node, values: Any, index: int, *layout: Any) -> Array:
-    if not isinstance(values, list):
-        raise lost()
-    return values[index]
-
-
-OWN.update({KEEP: lambda run, node, values: tuple(values), KEPT: _lower_kept})
 
 
 def together(forward: GraphModule, backward: GraphModule, visible: int) -> None:

@@ -21,16 +21,16 @@ from torch.fx import Node as FxNode
 from isthmus._device.core.buffer import Buffer, check_reach
 from isthmus._device.core.slots import Slot, Static, TensorSlot, slot_for
 from isthmus._dynamo.convert import Conversion, Storage
-from isthmus._dynamo.evaluate import NodeFailure
 from isthmus._dynamo.layout import Symbols
 from isthmus._dynamo.returns import Returns
 from isthmus._dynamo.saved_tensors import Contents, Part, contents_of
+from isthmus._dynamo.targets import NodeFailure
 from isthmus._graph import view_calls
 from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import Node, Type, leaf, temporary
 from isthmus._graph.passes import optimise
 from isthmus._program.evaluate import CallFailure
-from isthmus._program.program import STATELESS, CompiledProgram, Places, StateLayout
+from isthmus._program.program import CompiledProgram, Places, StateLayout
 from isthmus._runtime.dtypes import to_torch_dtype
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class Specialization:
             values[group] = view_calls.write_node(old, slot.spec, new, storage.offset)
         return [values[group] for group in self.order]
 
-    def compile(self, bundled: bool = True) -> CompiledProgram:
+    def compile(self) -> CompiledProgram:
         """Return the program; raise ``NodeFailure`` for a node that has no lowering for these arguments."""
         kept = {group for _, group in self.state}
         state = {index for index, _ in self.state}
@@ -151,7 +151,7 @@ class Specialization:
                 self.arrays,
                 slots,
                 [*written, *self.results],
-                state=StateLayout(tuple(self.state), bundled) if self.state else STATELESS,
+                state=StateLayout(tuple(self.state)),
                 donate=[at for at, places in enumerate(slots) if places in rewritten],
                 differentiable=True,
                 options=self.program.options.xla,

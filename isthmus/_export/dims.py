@@ -34,13 +34,6 @@ _FUNCTIONS: dict[str, Any] = {
     "Max": lambda *parts: functools.reduce(jax.core.max_dim, parts),
     "Min": lambda *parts: functools.reduce(jax.core.min_dim, parts),
 }
-# JAX's class of dimensions has no public name.
-_KIND = type(export.symbolic_shape("n")[0])
-
-
-def is_dimension(value: Any) -> bool:
-    """Return whether a size is known only when the program runs."""
-    return isinstance(value, _KIND)
 
 
 class Dims(Symbols):

@@ -61,8 +61,9 @@ class Input:
 class Call:
     """An op and its arguments, with an ``Input`` for each that varies; interned, so compared by identity.
 
-    ``op`` is an ATen overload; in graphs of ``torch.compile`` it may also be a Python function of values, such as
-    arithmetic on numbers that depend on data or a ``cond`` with its branches, whose arguments are named "0", "1", ...
+    ``op`` is an ATen overload; in graphs of ``torch.compile`` and ``isthmus.export`` it may also be a Python function
+    of values, such as ``_program/control_flow.cond``, whose arguments are named "0", "1", ... One of these may be a
+    ``Graph``, a branch or a body: its leaves are its own and no inputs of the node.
 
     Arguments at their defaults and those that say where a result lives are left out. ``context`` is what else the op
     depends on: torch's default dtype, and its float32 matmul precision where that matters. A ``random`` call has one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -81,6 +82,8 @@ def _value(value: Any, given: list[str]) -> str:
         return given[value.index]
     if isinstance(value, tuple):
         return f"[{', '.join(_value(item, given) for item in value)}]"
+    if isinstance(value, Graph):  # a branch or a body, indented
+        return "{\n" + textwrap.indent(text(value), "  ") + "\n}"
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else repr(value)
 
 

@@ -216,6 +216,19 @@ def product_dtype(dtype: DTypeLike) -> DType:
     return accumulation_dtype(dtype) if compiler.platform() == "cpu" else np.dtype(dtype)
 
 
+@functools.cache
+def _dimension() -> type:
+    from jax import export
+
+    # JAX's class of symbolic dimensions has no public name.
+    return type(export.symbolic_shape("n")[0])
+
+
+def is_dimension(value: object) -> bool:
+    """Return whether a size is a symbol of JAX's, known only when an exported program runs."""
+    return compiler.is_portable() and isinstance(value, _dimension())
+
+
 def wrap_dim(dim: int, ndim: int) -> int:
     """Return ``dim`` counted from the front; a 0-dim tensor has one dim to name."""
     count = max(ndim, 1)

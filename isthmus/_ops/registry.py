@@ -221,6 +221,9 @@ def _register(op: Op | Missing, function: AnyFunction, place: Place, options: Op
     runtime = {a.name for a in schema.arguments if a.kind in ("tensor", "tensors", "scalar", "scalars")}
     runtime |= {now.get(n, n) for n in options.get("dynamic", ())} & parameters
     runtime -= {now.get(n, n) for n in options.get("static", ())}
+    # A number that the function does not know must be its default, which only a value that is compiled in can be seen
+    # to be.
+    runtime -= {a.name for a in schema.arguments if a.kind in ("scalar", "scalars")} - parameters
     entry = Lowering(
         op=op,
         function=function,

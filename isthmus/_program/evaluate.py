@@ -1,8 +1,9 @@
 """The evaluator: runs a graph on JAX arrays or tracers, one call after another.
 
 Every mode that compiles a graph traces this evaluator: lazy mode and ``isthmus.jit`` (``_lazy/programs.py``),
-``torch.compile`` (``_dynamo/specialization.py``). ``run(graph, values)`` takes an array for each input of the graph and
-returns an array for each output, with the value checks that lowerings required on the way::
+``torch.compile`` (``_dynamo/specialization.py``), ``isthmus.export`` (``_export/trace.py``, where sizes may be JAX's
+dimensions); and ``control_flow.py`` for the branches and bodies inside a graph. ``run(graph, values)`` takes an array
+for each input of the graph and returns an array for each output, with the value checks that lowerings required::
 
     evaluated = run(graph, [jnp.ones(3)])
     evaluated.outputs   # [Array([1., 1., 1.])]
@@ -46,7 +47,7 @@ from isthmus._graph.graph import Graph, arguments_of, evaluate, fill
 from isthmus._graph.nodes import Call, Item, Node, Type
 from isthmus._graph.schema import PLACEMENT, schema_of
 from isthmus._ops import families  # noqa: F401  # importing it files every lowering
-from isthmus._ops.common import Number, cast
+from isthmus._ops.common import Number, cast, is_dimension
 from isthmus._ops.registry import Lowering, lowering_of
 from isthmus._ops.tensors.views import VIEWS
 from isthmus._ops.value_checks import Checks, collecting, require
@@ -164,6 +165,10 @@ def _as_jax(value: Any, dynamic: bool = False) -> Any:
         return array_from_cpu(value)
     if dynamic and type(value) in NUMBER_DTYPES:
         return Number(jnp.asarray(np.asarray(value, NUMBER_DTYPES[type(value)])), type(value))
+    if dynamic and is_dimension(
+        value
+    ):  # in the place of a number, it is one that the exported program finds out
+        return Number(jnp.asarray(value, jnp.int64), int)
     return value
 
 
@@ -198,11 +203,17 @@ def _check(call: Call, result: Any, used: set[int] | None) -> None:
 def _check_one(call: Call, wanted: Type | None, result: Any) -> None:
     if wanted is None or not isinstance(result, (jax.Array, np.ndarray)):
         return
-    if to_torch_dtype(result.dtype) != wanted.dtype or tuple(result.shape) != wanted.size:
+    if to_torch_dtype(result.dtype) != wanted.dtype or not _same_size(result.shape, wanted.size):
         raise LoweringError(
             f"the lowering of {call.op} gave {result.dtype}{list(result.shape)} where torch gives "
             f"{wanted.dtype}{list(wanted.size)}"
         )
+
+
+def _same_size(size: Sequence[Any], wanted: Sequence[Any]) -> bool:
+    """Return whether sizes agree; of dimensions of an exported program JAX cannot always tell."""
+    known = [(a, b) for a, b in zip(size, wanted, strict=False) if isinstance(a, int) and isinstance(b, int)]
+    return len(size) == len(wanted) and all(a == b for a, b in known)
 
 
 def _on_device(call: Call, inputs: Sequence[Any]) -> Any:
@@ -259,7 +270,7 @@ def _zeros(call: Call, **arguments: Any) -> Array:
     return jnp.zeros(wanted.size, to_jax_dtype(wanted.dtype))
 
 
-def repeat_interleave(call: Call | None, repeats: Array, output_size: int | None = None) -> Array:
+def _repeat_interleave(call: Call, repeats: Array, output_size: int | None = None) -> Array:
     """Return every index as often as a tensor says, where the program knows how many that makes."""
     if output_size is None:
         raise Unsupported("how often indices are repeated depends on values")
@@ -276,6 +287,6 @@ RULES: dict[Any, Callable[..., Any]] = {
     _aten.empty.memory_format: _zeros,
     _aten.empty_permuted.default: _zeros,
     _aten.empty_strided.default: _zeros,
-    _aten.repeat_interleave.Tensor: repeat_interleave,
+    _aten.repeat_interleave.Tensor: _repeat_interleave,
 }
 """Ops that need the call itself: its types, or that a program has no uninitialised memory."""

@@ -53,12 +53,32 @@ _lock = threading.RLock()
 
 
 class _Scope(threading.local):
-    """What the user chose for 64-bit types on this thread, while ``scoped_x64`` has them on; None outside of it."""
+    """What holds for this thread: the user's choice of 64-bit types while ``scoped_x64`` has them on, else None; and
+    whether it traces a program to be exported."""
 
     chosen: bool | None = None
+    portable: bool = False
 
 
 _scope = _Scope()
+
+
+@contextlib.contextmanager
+def portable() -> Iterator[None]:
+    """Trace a program for other machines too, on this thread and until the block ends."""
+    before, _scope.portable = _scope.portable, True
+    try:
+        yield
+    finally:
+        _scope.portable = before
+
+
+def is_portable() -> bool:
+    """Return whether the program that is traced must run elsewhere too, and for sizes that are not known yet.
+
+    Lowerings then take no kernel that only the device at hand has.
+    """
+    return _scope.portable
 
 
 @contextlib.contextmanager

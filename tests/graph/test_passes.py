@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import isthmus
 from isthmus._graph.passes import PASSES
@@ -40,7 +41,13 @@ PROGRAMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 RUNS = [
     (each.name, mode, way)
     for each in PASSES
-    for mode, way in (("lazy", "lazy"), ("lazy", "jit"), ("compile", "inside"), ("joint", "compile"))
+    for mode, way in (
+        ("lazy", "lazy"),
+        ("lazy", "jit"),
+        ("compile", "inside"),
+        ("joint", "compile"),
+        ("export", "export"),
+    )
     if mode in each.modes
 ]
 
@@ -84,6 +91,9 @@ def test_a_pass_changes_graphs_of_its_modes(name: str, mode: str, way: str, chan
     elif way == "inside":  # forward and backward in one graph that is not split
         both = torch.compile(torch.func.grad_and_value(function), backend="isthmus")
         grad, loss = (each.cpu() for each in both(on_device.detach()))
+    elif way == "export":  # torch.export takes gradients once they are ops of a graph
+        both = make_fx(torch.func.grad_and_value(function))(x)
+        grad, loss = isthmus.export(both, x).module()(x)
     else:
         compiled = torch.compile(function, backend="isthmus")
         loss, grad = (each.cpu() for each in gradient(compiled, on_device))

@@ -60,8 +60,16 @@ def run(op: OpOverload, values: tuple[Any, ...], reason: str) -> Any:
             if op is _COPY:  # the copy itself is what cannot be compiled
                 write_through_cpu(old, new)
             else:
-                old.copy_(new)
+                _shown_once(old).copy_(_shown_once(new))
     return _to_jax(result, originals)
+
+
+def _shown_once(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that was expanded without what shows the same memory again, which torch writes to nowhere."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def _to_jax(result: Any, originals: dict[int, torch.Tensor]) -> Any:

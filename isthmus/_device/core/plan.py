@@ -120,6 +120,8 @@ def _choose(kernel: Kernel, inputs: list[Any], values: Values, traced: bool, fin
         return _elsewhere(kernel, device)
     tier: Tier | None = kernel.lowering or decompose.function_for(kernel.functional)
     reason, passing = "nothing lowers it", False
+    if kernel.schema.mutated and not traced and overlap_checks.repeats(kernel.op, values):
+        tier, reason = None, "it writes to memory that its target shows twice"
     meta: inference.Warnings = []
     try:
         share = bool(kernel.schema.mutated)

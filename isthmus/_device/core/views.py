@@ -92,7 +92,7 @@ def _grow(tensor: Tensor, length: int) -> None:
         raise RuntimeError(f"Storage size calculation overflowed: {length} elements of {width} bytes")
     memory.require(length * width)
     more = -(-missing * width // buffer.signature.dtype.itemsize)
-    _exchange(tensor, lambda flat: _aten.constant_pad_nd.default(flat, [0, more]))
+    _exchange(tensor, lambda flat: torch.constant_pad_nd(flat, [0, more]))
 
 
 def holds_booleans(tensor: Tensor) -> bool:

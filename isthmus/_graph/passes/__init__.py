@@ -6,7 +6,8 @@ graph and returns a ``Rule`` for ``rewrite``, or None where there is nothing to 
 - ``lazy``: graphs recorded in lazy mode and by ``isthmus.jit``, forward, backward and optimizer in one;
 - ``compile``: graphs of ``torch.compile``, after AOTAutograd has split forward from backward;
 - ``joint``: the graph of forward and backward together, before it is split (``_dynamo/joint.py``): here a pass decides
-  what forward saves for backward.
+  what forward saves for backward;
+- ``export``: graphs of ``isthmus.export``, whose sizes may be symbols: a pass compares them and does not order them.
 
 What no output needs is not in a graph (``Graph.of``), and equal calls on equal inputs are one node, so dead code and
 common subexpressions need no pass. Two rewrites make several programs of one graph and are called by the modes
@@ -49,12 +50,12 @@ class Pass:
 
 
 PASSES = (
-    Pass("cross_entropy", cross_entropy, frozenset({"lazy", "compile", "joint"})),
+    Pass("cross_entropy", cross_entropy, frozenset({"lazy", "compile", "joint", "export"})),
     # Not in lazy mode: there the ends of a slice are run-time numbers, so that a sliding slice compiles once.
-    Pass("slice_gradients", slice_gradients, frozenset({"compile", "joint"})),
+    Pass("slice_gradients", slice_gradients, frozenset({"compile", "joint", "export"})),
     # Not on joint graphs: AOTAutograd has no storages, and its views are cheaper to recompute than to save.
-    Pass("fold_views", fold_views, frozenset({"lazy", "compile"})),
-    Pass("fold_constants", fold_constants, frozenset({"lazy", "compile"})),
+    Pass("fold_views", fold_views, frozenset({"lazy", "compile", "export"})),
+    Pass("fold_constants", fold_constants, frozenset({"lazy", "compile", "export"})),
 )
 
 
