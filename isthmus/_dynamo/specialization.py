@@ -29,6 +29,7 @@ from isthmus._graph import view_calls
 from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import Node, Type, leaf, temporary
 from isthmus._graph.passes import optimise
+from isthmus._graph.private import storage_id
 from isthmus._program.evaluate import CallFailure
 from isthmus._program.program import CompiledProgram, Places, StateLayout
 from isthmus._runtime.dtypes import to_torch_dtype
@@ -49,7 +50,7 @@ class Specialization:
             check_reach(arg)
         # Targets on one storage are written one after another; each group of them is one output. A tensor of another
         # device arrives as an array of its own.
-        storages = [args[at].untyped_storage()._cdata if self.local[at] else (at,) for at in program.targets]
+        storages = [storage_id(args[at]) if self.local[at] else (at,) for at in program.targets]
         self.groups = [storages.index(storage) for storage in storages]
         self.order = list(dict.fromkeys(self.groups))
         here = all(self.local[at] for at in program.targets)
