@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_leaves
 
+from isthmus._device.torch_glue.pytree import tree_leaves
 from isthmus._dynamo import compile_log, private
 from isthmus._dynamo.clusters import _ID, Clusters
 from isthmus._dynamo.random import Draw, Keyed
 from isthmus._dynamo.text_tables import amount, counted, duration, table
+from isthmus._graph.private import OpOverload
 from isthmus._runtime import counters, files, placement
 from isthmus._runtime.collectives import Collective, collectives
 from isthmus._runtime.compiler import Executable
@@ -208,9 +208,7 @@ def explained(
     options: Mapping[str, Any],
 ) -> Explanation:
     """Compile ``fn`` anew, run it once, with its backward if asked, and return what happened."""
-    import torch._dynamo
-
-    torch._dynamo.reset()
+    torch.compiler.reset()
     fallen = counters.fallbacks.copy()
     with compile_log.recording() as found, private.graph_breaks() as breaks:
         started = time.perf_counter()

@@ -34,6 +34,7 @@ from isthmus._graph.passes import cut, optimise
 from isthmus._graph.passes.freeze import freeze
 from isthmus._graph.passes.repeated_blocks import repeated_blocks
 from isthmus._graph.passes.stages import Stage, in_order
+from isthmus._graph.private import storage_id
 from isthmus._ops.tensors.views import VIEWS
 from isthmus._program import staged
 from isthmus._program.evaluate import CallFailure
@@ -58,7 +59,7 @@ class Specialization:
             check_reach(arg)
         # Targets on one storage are written one after another; each group of them is one output. A tensor of another
         # device arrives as an array of its own.
-        storages = [args[at].untyped_storage()._cdata if self.local[at] else (at,) for at in program.targets]
+        storages = [storage_id(args[at]) if self.local[at] else (at,) for at in program.targets]
         self.groups = [storages.index(storage) for storage in storages]
         self.order = list(dict.fromkeys(self.groups))
         here = all(self.local[at] for at in program.targets)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from isthmus import config
 from isthmus._device.core import donation, generator, mode
@@ -17,6 +16,7 @@ from isthmus._device.core.buffer import Buffer, Signature
 from isthmus._device.core.resident_state import Residence
 from isthmus._device.core.views import attach_to
 from isthmus._device.torch_glue.private import empty_tensor, restride
+from isthmus._device.torch_glue.pytree import tree_flatten, tree_unflatten
 from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import Leaf, Node
 from isthmus._lazy import programs
