@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from isthmus._runtime import compiler
-
 if TYPE_CHECKING:
     from isthmus._dynamo.clusters import Clusters
     from isthmus._dynamo.specialization import Specialization
@@ -17,11 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Compilation:
-    """One executable: the name of its program, its graph, and what XLA made of it."""
+    """One compiled program, its name, and the FX graph it was made from."""
 
     name: str
     module: Any
-    executable: compiler.Executable
+    made: CompiledProgram
 
 
 @dataclass(eq=False)
@@ -57,5 +55,5 @@ def compile(specialization: Specialization, bundled: bool = True) -> CompiledPro
     made = specialization.compile(bundled)
     program = specialization.program
     for record in _listeners:
-        record.compilations.append(Compilation(program.name, program.module, made.executable))
+        record.compilations.append(Compilation(program.name, program.module, made))
     return made

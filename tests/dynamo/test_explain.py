@@ -101,6 +101,7 @@ def test_texts_are_of_this_program(one: Explanation) -> None:
     name = one.graphs[0].name
     assert one.graph().startswith(f"# {name}\n")
     assert "torch.ops.aten.mm.default" in one.graph()
+    assert str(one.compiled[0].graph).count("aten.tanh.default(") == 2
     assert one.stablehlo().startswith(f"// {name}\n")
     assert one.stablehlo().count("stablehlo.tanh") == 2
     assert one.hlo().startswith(f"// {name}\nHloModule")
