@@ -87,6 +87,13 @@ class Settings:
         variable="ISTHMUS_BACKEND",
         kind="the name of a backend",
     )
+    compile: str = _settings.setting(
+        "isthmus",
+        "What compiles graphs on the device where `torch.compile` names no backend: this package's, or TorchInductor, "
+        "which has no code generator for the device and raises.",
+        choices=("isthmus", "inductor"),
+        variable="ISTHMUS_COMPILE",
+    )
     graph_size: int = _settings.setting(
         5000, "How many ops lazy mode records before it runs them by itself.", variable="ISTHMUS_GRAPH_SIZE"
     )

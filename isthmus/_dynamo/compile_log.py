@@ -50,9 +50,9 @@ def graph(clusters: Clusters) -> None:
         record.graphs.append(clusters)
 
 
-def compile(specialization: Specialization, bundled: bool = True) -> CompiledProgram:
+def compile(specialization: Specialization) -> CompiledProgram:
     """Return the program of a specialization, compiled, and add it to the records that are open."""
-    made = specialization.compile(bundled)
+    made = specialization.compile()
     program = specialization.program
     for record in _listeners:
         record.compilations.append(Compilation(program.name, program.module, made))

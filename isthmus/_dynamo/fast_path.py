@@ -29,8 +29,8 @@ def quick(like: Like, slow: Call) -> Call:
         "alike": like.alike,
         "slow": slow,
         "forgetting": forgetting_callers,
-        "run": run.call,
-        "none": run.nothing_failed,
+        "run": run.program.call,
+        "none": run.program.nothing_failed,
         **{f"s{n}": signature for n, signature in enumerate(like.signatures)},
         **{f"m{n}": make for n, make in enumerate(makers)},
     }

@@ -30,7 +30,7 @@ from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import Node, Type, leaf, temporary
 from isthmus._graph.passes import optimise
 from isthmus._program.evaluate import CallFailure
-from isthmus._program.program import STATELESS, CompiledProgram, Places, StateLayout
+from isthmus._program.program import CompiledProgram, Places, StateLayout
 from isthmus._runtime.dtypes import to_torch_dtype
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class Specialization:
             values[group] = view_calls.write_node(old, slot.spec, new, storage.offset)
         return [values[group] for group in self.order]
 
-    def compile(self, bundled: bool = True) -> CompiledProgram:
+    def compile(self) -> CompiledProgram:
         """Return the program; raise ``NodeFailure`` for a node that has no lowering for these arguments."""
         kept = {group for _, group in self.state}
         state = {index for index, _ in self.state}
@@ -151,7 +151,7 @@ class Specialization:
                 self.arrays,
                 slots,
                 [*written, *self.results],
-                state=StateLayout(tuple(self.state), bundled) if self.state else STATELESS,
+                state=StateLayout(tuple(self.state)),
                 donate=[at for at, places in enumerate(slots) if places in rewritten],
                 differentiable=True,
                 options=self.program.options.xla,

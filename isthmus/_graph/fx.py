@@ -81,7 +81,7 @@ def _is_plain(node: Node) -> bool:
         return False
     if call.op in WIDENED and any(i.type.dtype in HALVES for i in node.inputs):
         return False
-    if any(isinstance(r.type, torch.ListType) for r in call.op._schema.returns):
+    if any(result.is_list for result in schema_of(call.op).returns):
         return False
     numbers = [0 if isinstance(i.call, Leaf) and i.call.kind == "number" else None for i in node.inputs]
     arguments = {name: fill(value, numbers) for name, value in call.arguments}

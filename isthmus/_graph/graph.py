@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torch._ops import OpOverload
 from torch.fx import GraphModule
 
 from isthmus._graph.nodes import Call, Input, Item, Leaf, Node, reachable
+from isthmus._graph.private import OpOverload
 from isthmus._graph.schema import PLACEMENT, schema_of
 from isthmus.errors import IsthmusError
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch._ops import OpOverload
 
 from isthmus._graph.layout import Spec
+from isthmus._graph.private import OpOverload
 from isthmus._graph.schema import schema_of
 
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from isthmus._graph.arguments import flatten, number_as_tensor
 from isthmus._graph.cpu_equivalents import EQUIVALENTS, WIDENED
 from isthmus._graph.graph import Graph, check, evaluate, fill
 from isthmus._graph.nodes import Call, Node, Type
+from isthmus._graph.private import OpOverload, decompositions
 from isthmus._graph.schema import schema_of
 from isthmus.errors import IsthmusError
 
@@ -101,12 +101,10 @@ def _function(op: OpOverload) -> Callable[..., Any]:
         try:
             return op(**arguments)
         except NotImplementedError:
-            from torch._decomp import decomposition_table
-
-            if op not in decomposition_table:
+            if op not in decompositions():
                 raise
         args, kwargs = schema_of(op).split(schema_of(op).ordered((), arguments))
-        return decomposition_table[op](*args, **kwargs)
+        return decompositions()[op](*args, **kwargs)
 
     return run
 

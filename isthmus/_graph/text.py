@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import Call, Input, Item, Leaf, Node
+from isthmus._graph.private import OpOverload
 from isthmus._graph.schema import schema_of
 
 

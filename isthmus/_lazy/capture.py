@@ -24,6 +24,7 @@ from isthmus._lazy.captured_objects import Roots
 from isthmus._lazy.guards import Guard
 from isthmus._lazy.record_checks import ApiWatch, OpWatch
 from isthmus._lazy.trace import trace
+from isthmus._program import runner
 from isthmus._program.program import STATELESS, StateLayout
 from isthmus._runtime import counters
 from isthmus._runtime.user_frames import user_line
@@ -46,7 +47,7 @@ class Capture:
         self.hosts: dict[int, tuple[Any, Tensor, Callable[[Tensor], Any]]] = {}
         self.own: dict[int, Buffer] = {}
         self.complete, self.reason = False, ""
-        self.program: Any = None
+        self.residences: runner.Residences | None = None
 
     @property
     def replayable(self) -> bool:
@@ -297,27 +298,28 @@ class Capture:
         self.order = [family.unique.index(node) for node in wanted]
         state, results = self._state(family.graph, wanted)
         dying = programs.dying(family) - {leaf for leaf, _ in state.pairs} if self.donate else frozenset()
-        self._use(family.find(dying, state, results))
-        program, self.lines = self.program, dict(trace.lines)
+        program: Any = family.find(dying, state, results)
+        self._use(program)
+        self.lines = dict(trace.lines)
         self.constants = program.pack_numbers(trace.numbers, trace.offsets)
         whole, bundles = program.packing.pick(trace.arrays.__getitem__)
-        arrays = [trace.arrays[at] for at in program.slots]
-        outputs: list[Any] = []
+        residence = self._residence()
 
-        def commit(found: Sequence[Any]) -> None:
-            outputs[:] = found
+        def bind(results: Sequence[Any]) -> None:
             for place, n, _, _ in self.writes:
                 if n < len(live):
-                    live[n].held = found[place]
+                    live[n].held = results[place]
             self.complete = True
 
         try:
-            self.residence.begin(donation.own(whole), bundles)
-            inputs = program.arguments(arrays, self.constants, trace.draws[: program.draws])
-            self.residence.run(program.call, inputs, commit)
+            residence.begin(donation.own(whole), bundles)
+            arrays, draws = [trace.arrays[at] for at in program.slots], trace.draws[: program.draws]
+            outputs = runner.run(
+                program, arrays, bind, constants=self.constants, draws=draws, residence=residence
+            )
         except BaseException:
             if not self.complete:
-                self.residence.give_back()
+                residence.give_back()
             raise
         return partial(program.report, outputs, self.lines)
 
@@ -337,10 +339,9 @@ class Capture:
         return StateLayout(tuple(pairs)), tuple(plain)
 
     def _use(self, program: Any) -> None:
-        """Run this program from now on: find out where its inputs come from and its results go."""
-        self.program = program
+        """Find out where the program's inputs come from and its results go."""
+        self.residences = runner.Residences(program)
         self.inputs = [self.sources[at] for at in program.slots]
-        self.residence = Residence(*program.packing.pick(lambda leaf: self.sources[leaf][1]))
         state = {id(self.sources[leaf][1]) for leaf in program.packing.inputs}
         places = program.places
         self.writes = [
@@ -348,6 +349,11 @@ class Capture:
             for n, (kind, target) in enumerate(self.targets)
             if kind != "buffer" or id(target) not in state
         ]
+
+    def _residence(self) -> Residence:
+        """Return where the state is; there is one set of buffers."""
+        assert self.residences is not None
+        return self.residences.find((), lambda leaf: self.sources[leaf][1])
 
     def holds(self, roots: Roots, flat: list[Any]) -> bool:
         """Return whether everything the recording depends on is as it was when it began."""
@@ -358,26 +364,19 @@ class Capture:
     def run(self, flat: list[Any]) -> Any:
         """Do what the recording did, on these arguments."""
         draws = self._draw()
-        program = self.program
-        if program is None:
+        if self.residences is None:
             return self._given(self._write((), flat), flat)
-        if self.residence.wears:
-            self._use(program.unbundled())
-            program = self.program
-        outputs: list[Any] = []
         new: dict[int, Buffer] = {}
-
-        def commit(found: Sequence[Any]) -> None:
-            outputs[:] = found
-            new.update(self._write(found, flat))
-
-        with donation.lock:
-            inputs = [_take(kind, source, flat) for kind, source in self.inputs]
-            donated = [_lasting_buffer(self.inputs[at], flat) for at in program.donated]
-            undo = donation.take(inputs, program.donated, donated)
-            inputs = program.arguments(inputs, self.constants, draws[: program.draws])
-            self.residence.run(program.call, inputs, commit, undo)
-        del inputs
+        residence = self._residence()
+        program = self.residences.program
+        outputs = runner.run(
+            program,
+            [_source(kind, source, flat) for kind, source in self.inputs],
+            lambda results: new.update(self._write(results, flat)),
+            constants=self.constants,
+            draws=draws[: program.draws],
+            residence=residence,
+        )
         counters.count("replays")
         program.report(outputs, self.lines)
         return self._given(new, flat)
@@ -441,17 +440,10 @@ def _layout(tensor: Tensor) -> Layout:
     return tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype
 
 
-def _lasting_buffer(place: tuple[str, Any], flat: list[Any]) -> Buffer:
-    """Return the buffer of an input that is an argument or lives on, as all are whose memory is donated."""
-    kind, source = place
-    assert kind in ("buffer", "argument")
-    return source if kind == "buffer" else _buffer(flat[source])
-
-
-def _take(kind: str, source: Any, flat: list[Any]) -> Any:
-    """Return the array of one input."""
-    if kind in ("buffer", "argument"):
-        return _lasting_buffer((kind, source), flat).value
+def _source(kind: str, source: Any, flat: list[Any]) -> Any:
+    """Return the buffer or the array of one input."""
+    if kind == "argument":
+        return _buffer(flat[source])
     if kind == "moved":
         place, tensor, again = source
         return again(tensor if place is None else flat[place])

@@ -21,6 +21,7 @@ from isthmus._graph.passes.split import Stage, cut
 from isthmus._lazy import recompile_warnings, sync_reasons
 from isthmus._lazy.custom_backend import HostedProgram
 from isthmus._lazy.trace import trace
+from isthmus._program import runner
 from isthmus._program.evaluate import CallFailure
 from isthmus._program.program import STATELESS, CompiledProgram, StateLayout
 from isthmus._runtime import counters, forks
@@ -299,16 +300,13 @@ class _Run:
         commit: Callable[[Sequence[Any]], None],
     ) -> None:
         arrays = [trace.arrays[at] for at in program.slots]  # type: ignore[index]  # no slot is a tuple
-        constants = program.pack_numbers(trace.numbers, trace.offsets)
-        inputs = program.arguments(arrays, constants, trace.draws[: program.draws])
+        constants, draws = program.pack_numbers(trace.numbers, trace.offsets), trace.draws[: program.draws]
         lines = dict(trace.lines)
-        outputs: list[Any] = []
 
-        def keep(found: Sequence[Any]) -> None:
-            outputs[:] = found
-            commit(family.spread(wanted, found))
+        def bind(results: Sequence[Any]) -> None:
+            commit(family.spread(wanted, results))
 
-        donation.run(program.call, inputs, keep)
+        outputs = runner.run(program, arrays, bind, constants=constants, draws=draws)
         self._settle.append(partial(program.report, outputs, lines))
 
     def settle(self) -> None:

@@ -18,9 +18,8 @@ import numpy as np
 import torch
 from jax import lax
 from jax.typing import DTypeLike
-from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as Promotion
-from torch._prims_common import elementwise_dtypes
 
+from isthmus._graph.private import Promotion, elementwise_dtypes
 from isthmus._runtime import compiler
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
 

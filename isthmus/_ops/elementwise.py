@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import jax.numpy as jnp
-from torch._ops import OpOverload
-from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as Promotion
 
 from isthmus._graph.names import Missing
+from isthmus._graph.private import OpOverload, Promotion
 from isthmus._ops.common import ALWAYS_BOOL, DEFAULT, Array, Dtypes, Operand, cast, promote
 from isthmus._ops.known_schemas import arguments_of
 from isthmus._ops.registry import lowering

@@ -22,8 +22,7 @@ import functools
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch._ops import OpOverload
-
+from isthmus._graph.private import OpOverload
 from isthmus._graph.schema import Argument, Schema, schema_of
 
 FILE = Path(__file__).with_name("schemas.txt")

@@ -27,9 +27,9 @@ from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
-from torch._ops import OpOverload
 
 from isthmus._graph.names import Missing
+from isthmus._graph.private import OpOverload
 from isthmus._graph.schema import PLACEMENT, Schema, schema_of
 from isthmus._ops import known_schemas
 from isthmus._ops.common import Dtypes, accumulation_dtype, cast
@@ -186,7 +186,7 @@ def lowering_when_defined(name: str, **options: Unpack[Options]) -> Callable[[Fu
 
 def lowering_of(op: OpOverload) -> Lowering | None:
     """Return the lowering of ``op`` if it has one; one that waited for the op to be defined is registered first."""
-    register = waiting.pop(op._schema.name, None) if op._overloadname == "default" else None
+    register = waiting.pop(op.name(), None)  # "lib::op", without a name of an overload
     if register is not None:
         try:
             register(op)
@@ -220,6 +220,9 @@ def _register(
     runtime = {a.name for a in schema.arguments if a.kind in ("tensor", "tensors", "scalar", "scalars")}
     runtime |= {now.get(n, n) for n in options.get("dynamic", ())} & parameters
     runtime -= {now.get(n, n) for n in options.get("static", ())}
+    # A number that the function does not know must be its default, which only a value that is compiled in can be seen
+    # to be.
+    runtime -= {a.name for a in schema.arguments if a.kind in ("scalar", "scalars")} - parameters
     entry = Lowering(
         op=op,
         function=function,

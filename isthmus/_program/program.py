@@ -57,6 +57,7 @@ class StateLayout:
 
 
 STATELESS = StateLayout()
+NO_LINES: Mapping[Node, str] = {}
 
 
 class CheckedConditions(Conditions):
@@ -65,7 +66,7 @@ class CheckedConditions(Conditions):
     def __init__(self, errors: Sequence[tuple[type[Exception], str]], nodes: Sequence[Node]) -> None:
         super().__init__()
         self.errors, self.nodes = errors, nodes
-        self.lines: Mapping[Node, str] = {}
+        self.lines = NO_LINES
 
     def error(self, at: int) -> Exception:
         """Return the exception for one of the checks."""
@@ -131,6 +132,7 @@ class CompiledProgram:
         self.executable = compiler.build(arrays_of, self._examples(kinds), donated, options, title)
         self.call = self.executable.call
         self.checks = CheckedConditions(*extras[-1])
+        self.nothing_failed = self.checks.before()
 
     def _examples(self, kinds: Mapping[int, Any]) -> list[Any]:
         """Return the shape and dtype of each argument."""
@@ -186,8 +188,8 @@ class CompiledProgram:
 
     @property
     def places(self) -> dict[Places, int]:
-        """Return where each result is among those that ``call`` returns."""
-        return {places: len(self.packing) + n for n, places in enumerate(self.results)}
+        """Return where each result is among those that ``runner.run`` hands to its caller."""
+        return {places: n for n, places in enumerate(self.results)}
 
     def pack_numbers(self, numbers: Mapping[torch.dtype, list[Any]], offsets: Sequence[int]) -> list[Array]:
         """Return the arguments made of numbers, by their dtype, and of the offsets that move."""
@@ -205,16 +207,21 @@ class CompiledProgram:
             last = self._packed[dtype] = (data, from_numpy(packed))
         return last[1]
 
-    def arguments(self, arrays: list[Any], constants: list[Any], draws: Sequence[Any]) -> list[Any]:
+    def arguments(self, arrays: list[Array], constants: Sequence[Any], draws: Sequence[Any]) -> list[Any]:
         """Return the arguments of ``call`` after the state."""
         words = [np.stack(draws)] if self.draws else []
         return [*arrays, *constants, *words, self.checks.before()]
 
-    def report(self, outputs: Sequence[Any], lines: Mapping[Node, str]) -> None:
-        """Raise for a value check that failed in a run with these outputs, now or at the next read of a value."""
+    def report(
+        self, outputs: Sequence[Any], lines: Mapping[Node, str] = NO_LINES, auto: str = "later"
+    ) -> None:
+        """Raise for a value check that failed in a run with these outputs, now or at the next read of a value.
+
+        ``lines`` has the line that recorded a node; ``auto`` is when to raise where the settings do not say.
+        """
         if self.checks.errors:
             self.checks.lines = lines
-            self.checks.settle(outputs[-1], auto="later")
+            self.checks.settle(outputs[-1], auto)
 
 
 def _pack_sizes(leaves: Sequence[Leaf]) -> dict[torch.dtype, int]:

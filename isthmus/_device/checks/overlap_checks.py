@@ -15,6 +15,8 @@ from isthmus._device.checks.ask_cpu import AcceptedCalls, raise_overlap_refusal,
 from isthmus._graph.schema import schema_of
 
 Values = tuple[Any, ...]
+# Ops that write one value everywhere.
+_ONE_VALUE = ("aten::fill_", "aten::zero_")
 _accepted = AcceptedCalls("writes to shared storages that the CPU accepts", 4096)
 
 
@@ -76,6 +78,15 @@ def repeats_in_lists(op: OpOverload, values: Values) -> bool:
         return False
     targets = _targets(op, values)
     return len({target.untyped_storage()._cdata for target in targets}) < len(targets)
+
+
+def repeats(op: OpOverload, values: Values) -> bool:
+    """Return whether a call that the CPU accepts writes different values to memory that its target shows twice.
+
+    ``x.expand(3).index_fill_(0, index, 1)`` is deprecated and defined: what was selected is written, and the rest, the
+    same memory, shows it. A functional result has both the new value and the old one for that memory.
+    """
+    return op._schema.name not in _ONE_VALUE and any(map(_repeats, _targets(op, values)))
 
 
 def check_aliases(op: OpOverload, values: Values) -> None:

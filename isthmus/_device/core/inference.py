@@ -21,12 +21,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
-from torch._ops import OpOverload
 
 from isthmus._device.core.buffer import buffer_of, storage_length
 from isthmus._device.torch_glue.private import below_autograd, without_torch_function
 from isthmus._graph.arguments import NUMBERS, number_as_tensor, tensors_in
 from isthmus._graph.layout import Spec, contiguous_strides, is_dense
+from isthmus._graph.private import OpOverload
 from isthmus._graph.schema import ABSENT, schema_of
 
 META_DEVICE = torch.device("meta")

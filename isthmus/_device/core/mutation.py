@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from isthmus import config
 from isthmus._device.checks import value_checks
@@ -40,6 +39,7 @@ from isthmus._device.core.views import holds_booleans, resize_on_storage, store_
 from isthmus._device.torch_glue.private import become, restride
 from isthmus._graph.layout import Spec, is_dense, span
 from isthmus._graph.nodes import Node
+from isthmus._graph.private import OpOverload, storage_ids
 from isthmus._graph.schema import schema_of
 from isthmus._ops.common import cast
 from isthmus._runtime import memory
@@ -71,7 +71,7 @@ class Mutation:
         self.op, self.locate = op, locator(op)
         targets = self.locate(values)
         self.slots = [slot for name in schema_of(op).mutated for slot in _tensor_slots(slots[name])]
-        storages = [target.untyped_storage()._cdata for target in targets]
+        storages = storage_ids(targets)
         # Targets on one storage are written one after another; each group of them is one output.
         self.groups = [storages.index(storage) for storage in storages]
         self.order = list(dict.fromkeys(self.groups))
@@ -172,7 +172,7 @@ class Mutation:
         verify = value_checks.verifier(variants.errors)
         makers = [maker(spec, builder.traced) for spec in specs]
         count, order, resized, locate = len(specs), self.order, self.resized, self.locate
-        returns = len(self.op._schema.returns)
+        returns = len(schema_of(self.op).returns)
         restrided = any(resized)
         # A resized buffer has another signature; tracers have signatures of their own.
         resigned = restrided or builder.traced

@@ -38,7 +38,7 @@ from isthmus._device.torch_glue.private import empty_tensor
 from isthmus._device.torch_glue.torch_jax import check_device
 from isthmus._graph.arguments import flatten
 from isthmus._graph.layout import Spec, is_as_made
-from isthmus._graph.schema import ABSENT
+from isthmus._graph.schema import ABSENT, schema_of
 from isthmus._ops.value_checks import Checks, collecting
 from isthmus._runtime import compiler, memory
 from isthmus._runtime.dtypes import to_jax_dtype
@@ -86,7 +86,7 @@ def _plan_for(kernel: Kernel, inputs: list[Any], values: Values, traced: bool, f
     if overlap_checks.repeats_in_lists(kernel.op, values):
         return lambda _, values: _one_by_one(kernel, values)
     plan = overlap_checks.guarded(kernel.op, values, _choose(kernel, inputs, values, traced, finish))
-    return _counting_writes(plan) if kernel.op._schema.name.startswith("aten::_foreach_") else plan
+    return _counting_writes(plan) if schema_of(kernel.op).name.startswith("aten::_foreach_") else plan
 
 
 def _counting_writes(plan: Plan) -> Plan:
@@ -120,6 +120,8 @@ def _choose(kernel: Kernel, inputs: list[Any], values: Values, traced: bool, fin
         return _elsewhere(kernel, device)
     tier: Tier | None = kernel.lowering or decompose.function_for(kernel.functional)
     reason, passing = "nothing lowers it", False
+    if kernel.schema.mutated and not traced and overlap_checks.repeats(kernel.op, values):
+        tier, reason = None, "it writes to memory that its target shows twice"
     meta: inference.Warnings = []
     try:
         share = bool(kernel.schema.mutated)
@@ -222,7 +224,7 @@ class Builder:
 
     def _fresh_specs(self) -> list[Spec | None]:
         """Return the spec of each new tensor of the result."""
-        count = sum(r.alias_info is None for r in self.op._schema.returns)
+        count = sum(not result.is_alias for result in schema_of(self.op).returns)
         if self.mutation is not None and count == 0:
             return []
         if self.inferred:
@@ -307,9 +309,10 @@ class Builder:
         """Return the function that gives a list of results the structure torch returns."""
         result = self.result
         if not self.inferred:
-            if isinstance(self.op._schema.returns[0].type, torch.ListType):
+            returns = schema_of(self.op).returns
+            if returns[0].is_list:
                 return list  # even of one tensor
-            return only if len(self.op._schema.returns) == 1 and len(self.fresh) == 1 else tuple
+            return only if len(returns) == 1 and len(self.fresh) == 1 else tuple
         if isinstance(result, list):
             return list
         if not isinstance(result, tuple):

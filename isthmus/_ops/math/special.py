@@ -8,9 +8,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import jax.scipy.special as jsp
-from torch._ops import OpOverload
 
 from isthmus._graph.names import aten
+from isthmus._graph.private import OpOverload
 from isthmus._ops.common import FLOATING, INT_TO_FLOAT, NO_OPMATH, REAL, Array, Ints, cast, promote, wrap_dims
 from isthmus._ops.elementwise import elementwise
 from isthmus._ops.registry import lowering

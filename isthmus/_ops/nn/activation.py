@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from torch._ops import OpOverload
 
 from isthmus._graph.names import aten
+from isthmus._graph.private import OpOverload
 from isthmus._ops.common import INEXACT, Array, Scalar, accumulation_dtype, cast, wrap_dim
 from isthmus._ops.elementwise import elementwise
 from isthmus._ops.registry import lowering

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from torch._ops import OpOverload
 
 from isthmus._graph.names import aten
+from isthmus._graph.private import OpOverload
 from isthmus._ops.common import Array, DType, Ints, accumulation_dtype, cast, each_dim, rounded, transpose_of
 from isthmus._ops.registry import Options, lowering
 from isthmus._ops.value_checks import require

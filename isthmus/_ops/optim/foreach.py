@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
-from torch._ops import OpOverload
 
 from isthmus._graph.names import Missing, aten
+from isthmus._graph.private import OpOverload
 from isthmus._graph.schema import schema_of
 from isthmus._ops.common import Array, Operand, Scalar, accumulation_dtype, cast
 from isthmus._ops.elementwise import keyword_signature

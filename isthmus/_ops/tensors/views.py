@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from jax import lax
 from jax.typing import DTypeLike
-from torch._ops import OpOverload
 
 from isthmus._graph.names import Missing, aten, prims
+from isthmus._graph.private import OpOverload
 from isthmus._ops.common import Array, DType, wrap_dim, wrap_dims
 from isthmus._ops.value_checks import require
 from isthmus._runtime.dtypes import to_jax_dtype
