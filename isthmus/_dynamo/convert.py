@@ -37,7 +37,6 @@ import jax
 import numpy as np
 import torch
 from torch import Tensor
-from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 
@@ -52,6 +51,7 @@ from isthmus._graph.graph import Graph
 from isthmus._graph.layout import Spec
 from isthmus._graph.nodes import Call, Input, Item, Node, Type, call_of, leaf, node, numbered
 from isthmus._graph.passes import optimise
+from isthmus._graph.private import HigherOrderOperator, OpOverload
 from isthmus._graph.schema import PLACEMENT, schema_of
 from isthmus._ops.registry import lowering_of
 from isthmus._ops.tensors.views import VIEWS

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.fx import Node as FxNode
 
 from isthmus._dynamo import layout
@@ -20,6 +19,7 @@ from isthmus._dynamo.saved_tensors import KEEP, KEPT, lost
 from isthmus._graph import view_calls
 from isthmus._graph.layout import Spec, span
 from isthmus._graph.nodes import Input, Node, Type, call_of, node
+from isthmus._graph.private import OpOverload
 from isthmus._ops.value_checks import require
 from isthmus.errors import Unsupported
 

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_leaves
 
+from isthmus._device.torch_glue.pytree import tree_leaves
 from isthmus._dynamo import compile_log, private
 from isthmus._dynamo.clusters import _ID, Clusters
 from isthmus._dynamo.random import Draw, Keyed
 from isthmus._dynamo.text_tables import amount, counted, duration, table
+from isthmus._graph.private import OpOverload
 from isthmus._runtime import counters, files
 from isthmus._runtime.compiler import Executable
 from isthmus._runtime.user_frames import Place, user_place

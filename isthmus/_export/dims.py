@@ -17,8 +17,8 @@ import jax
 import torch
 from jax import export
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
+from isthmus._device.torch_glue import pytree
 from isthmus._dynamo.layout import Symbols
 from isthmus.errors import ExportError
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
 from isthmus._graph.cpu_equivalents import EQUIVALENTS, HALVES, WIDENED
 from isthmus._graph.graph import Graph, check, fill
 from isthmus._graph.nodes import Call, Input, Item, Leaf, Node
+from isthmus._graph.private import OpOverload
 from isthmus._graph.reference import numbers_for_tensors, perform
 from isthmus._graph.schema import schema_of
 from isthmus._graph.text import names, op_name

@@ -151,7 +151,7 @@ def test_private_names_stay_in_their_files() -> None:
     allowed = {"torch": PRIVATE_TORCH, "jax": PRIVATE_JAX}
     for file, tree in trees():
         where = file.relative_to(PACKAGE).as_posix()
-        if where.startswith(("_dynamo", "_lazy", "_export", "_program", "_graph/passes", "_device/checks")):
+        if where.startswith(("_dynamo", "_lazy", "_graph/passes", "_device/checks")):
             continue
         for line, name, whose in private_names_in(tree):
             if where not in allowed[whose]:
