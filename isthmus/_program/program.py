@@ -202,9 +202,9 @@ class CompiledProgram:
         return (*self.packing.pack(outputs), *map(result, self.results), *code), (run.checks.errors, origins)
 
     @property
-    def executables(self) -> list[compiler.Executable]:
-        """What XLA made: one here, one for each distinct stage of a ``StagedProgram``."""
-        return [self.executable]
+    def parts(self) -> list[CompiledProgram]:
+        """What XLA compiled apart: the program itself, or each distinct stage of a ``StagedProgram``."""
+        return [self]
 
     @property
     def result_shardings(self) -> list[Any] | None:
