@@ -86,8 +86,10 @@ def has_x64() -> bool:
 
 
 def abstract(value: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of ``value``."""
-    return jax.ShapeDtypeStruct(value.shape, value.dtype)
+    """Return the shape and dtype of ``value``, and its sharding if it is spread over several devices."""
+    sharding = getattr(value, "sharding", None)
+    spread = sharding if sharding is not None and sharding.num_devices > 1 else None
+    return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=spread)
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,7 @@ def build(
     donate: tuple[int, ...] = (),
     options: Mapping[str, Any] | Callable[[jax.stages.Traced], dict[str, Any]] | None = None,
     title: str = "",
+    cached: bool = True,
 ) -> Executable:
     """Compile ``function`` for inputs of these shapes.
 
@@ -122,6 +125,8 @@ def build(
         donate: the numbers of inputs whose memory the results may take; each is deleted by a call.
         options: options for XLA, or a function of the traced program that chooses them.
         title: what a terminal is shown if this takes over two seconds; nothing is shown without one.
+        cached: whether the executable may be loaded from and saved to ``config.cache``; one over several processes may
+            not, since it names their devices.
     """
     forks.check()  # before the lock, which a thread of the parent may have held at the fork
     clock = Clock()
@@ -132,7 +137,7 @@ def build(
         clock.lap("trace")
         lowered = traced.lower()
         clock.lap("lower")
-        compiled = executable_cache.load(lowered, donate, options)
+        compiled = executable_cache.load(lowered, donate, options) if cached else None
         if compiled is None:
             try:
                 compiled = lowered.compile(compiler_options=options or None)
@@ -140,7 +145,8 @@ def build(
                 if memory.is_exhausted(error):
                     raise memory.exhausted(error) from error
                 raise
-            executable_cache.save(compiled, lowered, donate, options)
+            if cached:
+                executable_cache.save(compiled, lowered, donate, options)
         clock.lap("xla")
     # A load from disk is one of the compilations too; the counter "loaded from disk" says how many of them were.
     counters.count_compilation(clock.laps)

@@ -19,7 +19,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Imports point down this list, or stay on their line; everything not named here is public and comes first.
 ORDER = [
     {"public"},
-    {"_export", "_interop", "_parallel"},
+    {"_distributed"},
+    {"_export", "_interop"},
     {"_dynamo", "_lazy"},
     {"_program"},
     {"_device"},

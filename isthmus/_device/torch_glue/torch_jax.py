@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from isthmus import config
 from isthmus._device.core import generator
 from isthmus._upstream import require_jax
 
@@ -59,9 +60,12 @@ def set_device(device: Any) -> None:
 
 
 def check_device(device: Any) -> None:
-    """Raise unless ``device`` is the only device there is."""
+    """Raise unless ``device`` is the only device there is.
+
+    A process that ``torchrun`` started has one device too, and scripts call it by their rank on the host, as on CUDA.
+    """
     index = _index(device)
-    if index != 0:
+    if index not in (0, config.launch().local_rank):
         raise RuntimeError(f"invalid device ordinal: jax:{index}; torch sees one device, jax:0")
 
 
