@@ -189,6 +189,8 @@ def is_lowered(node: Node) -> bool:
     if isinstance(target, (Draw, Keyed)) or target in VIEWS or target in HIGHER_ORDER or target in OWN:
         return True
     if isinstance(target, OpOverload):
+        if target in program_evaluate.RULES:
+            return True
         lowering = lowering_of(target)
         return is_composite(target) if lowering is None else lowering.size is None
     return not isinstance(target, HigherOrderOperator)

@@ -59,6 +59,17 @@ class StateLayout:
 STATELESS = StateLayout()
 
 
+def _alone(graph: Graph) -> Any:
+    """Return None: without groups of ``torch.distributed`` every graph is a program of this process."""
+
+
+across = _alone
+"""Returns what compiles and runs a graph over several processes, None for a graph without collectives.
+
+``_distributed/compiled_collectives.py``, which is above this folder, puts its own function here.
+"""
+
+
 class CheckedConditions(Conditions):
     """Value checks whose errors name the line that recorded the op, where it is known."""
 
@@ -128,7 +139,9 @@ class CompiledProgram:
         count = len(self.packing)
         donated = (*range(count), *[count + at for at in self.donated])
         arrays_of, extras = separated(self._trace)
-        self.executable = compiler.build(arrays_of, self._examples(kinds), donated, options, title)
+        spread = across(graph)
+        build = compiler.build if spread is None else spread.build
+        self.executable = build(arrays_of, self._examples(kinds), donated, options, title)
         self.call = self.executable.call
         self.checks = CheckedConditions(*extras[-1])
 

@@ -308,8 +308,7 @@ def check_groups(rank: int, world: int) -> None:
     y = data(rank).to("jax")
     dist.broadcast(y, 1, group=split)
     same(y, data(1))
-    assert dist.get_backend_config(split) == "jax:jax,cpu:jax", dist.get_backend_config(split)
-    print(dist.get_backend(), dist.get_backend(pair), dist.get_backend_config())
+    assert dist.get_backend_config(split).startswith("jax:jax")
     dist.barrier(group=split)
 
 

@@ -13,6 +13,15 @@ import torch
 
 from isthmus import config
 from isthmus._device.core import generator
+from isthmus._device.torch_glue.streams import (  # noqa: F401  # torch.jax has them
+    Event,
+    Stream,
+    StreamContext,
+    current_stream,
+    default_stream,
+    set_stream,
+    stream,
+)
 from isthmus._upstream import require_jax
 
 _initialized = True  # torch.utils.checkpoint keeps the generator's state only for a device that says so
@@ -297,22 +306,3 @@ def is_compiled() -> bool:
 def utilization(device: Any = None) -> int:
     """Raise: XLA does not report it."""
     raise NotImplementedError("JAX does not report the utilization of its devices")
-
-
-class Stream:
-    """XLA orders its own work; a stream stands for that order."""
-
-    def __init__(self, device: Any = None, **kwargs: Any) -> None:
-        self.device = torch.device("jax", 0)
-
-    def synchronize(self) -> None:
-        """Wait for the device."""
-        synchronize()
-
-    def wait_stream(self, stream: Any) -> None:
-        """Do nothing: work is in order."""
-
-
-def current_stream(device: Any = None) -> Stream:
-    """Return the only stream."""
-    return Stream()
