@@ -24,9 +24,12 @@ class Stream:
     """A name for an order of work. ``priority`` and ``device`` are accepted, as every order is the same."""
 
     def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
-        self.device = torch.device("jax", 0)
-        self.device_index, self.device_type = 0, torch.device("jax").type
-        self.priority, self.stream_id = priority, next(_ids)
+        self.device_index, self.priority, self.stream_id = 0, priority, next(_ids)
+
+    @property
+    def device(self) -> torch.device:
+        """The only device there is."""
+        return torch.device("jax", 0)  # not before it is registered: the default stream is older
 
     def synchronize(self) -> None:
         """Wait for the device."""
