@@ -90,7 +90,7 @@ def _refuse_uses(error: Exception) -> None:
 
 
 def create_process_group(options: Any, backend_options: Any = None) -> Any:
-    """Make a group of ``torch.distributed``'s backend "jax"; torch calls it in ``init_process_group`` and ``new_group``."""
+    """Make a group of ``torch.distributed``'s backend "jax", for ``init_process_group`` and ``new_group``."""
     from isthmus import _upstream
 
     _upstream.require_jax()

@@ -8,8 +8,8 @@ Lines that differ become an error on every rank that says who called what; a ran
 process has ended, becomes an error that names this rank, the collective, and the other's last words. XLA's own
 collectives on the CPU have a time-out of seconds and no check at all.
 
-On the CPU this happens for every collective. Elsewhere it would stop the host at each, so it happens when a collective
-is compiled for new shapes, and always with TORCH_DISTRIBUTED_DEBUG=DETAIL.
+On the CPU this happens for every collective. Elsewhere it would stop the host at each, so it happens when a
+collective is compiled for new shapes, and always with TORCH_DISTRIBUTED_DEBUG=DETAIL.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from isthmus._distributed import start
 from isthmus.errors import CollectiveError
@@ -43,7 +43,7 @@ def gather(
 ) -> list[torch.Tensor]:
     """Return the CPU tensor ``data`` of every rank; ``own`` is this process's rank, ``line`` its call, for errors."""
     received = [torch.empty_like(data) for _ in range(gloo.size())]
-    options = dist.distributed_c10d.AllgatherOptions()
+    options = c10d.AllgatherOptions()  # type: ignore[attr-defined]
     if timeout is not None:
         options.timeout = timeout
     with explained(own, line):

@@ -3,11 +3,11 @@
 A process passes its local array as its shard of a global one (no copy), runs the same program as every other process
 of the group, and takes its shard of each result::
 
-    mesh = RankMesh([0, 1])
-    (total,) = mesh.run("all_reduce", ("sum",), reduced("sum", 2), [array])     # both processes call this
+    launch, _ = RankMesh([0, 1]).prepare("all_reduce", ("sum",), each(reduced("sum", 2)), [array])
+    (total,) = launch()         # when both processes have come here
 
-The bodies below are functions of local arrays inside ``jax.shard_map`` over the axis ``AXIS``; ``group.py`` runs them one
-by one, and ``compiled_collectives.py`` runs them inside the program of a whole compiled graph.
+The bodies below are functions of local arrays inside ``jax.shard_map`` over the axis ``AXIS``; ``group.py`` runs them
+one by one, and ``compiled_collectives.py`` runs them inside the program of a whole compiled graph.
 
 What can go wrong: a process that runs another program, or the same ones in another order, leaves the others waiting.
 XLA's CPU collectives give up after seconds and match by order alone, so on the CPU a group first makes sure that all
@@ -47,7 +47,9 @@ class RankMesh:
     def __init__(self, ranks: Sequence[int]) -> None:
         first: dict[int, jax.Device] = {}
         for device in jax.devices():
-            first.setdefault(device.process_index, device)  # the one that ``compiler.default_device`` is there
+            first.setdefault(
+                device.process_index, device
+            )  # the one that ``compiler.default_device`` is there
         self.ranks = tuple(ranks)
         self.mesh = Mesh(np.array([first[rank] for rank in ranks]), (AXIS,))
         self.split = NamedSharding(self.mesh, P(AXIS))
@@ -71,9 +73,7 @@ class RankMesh:
         call = self._programs.get(key)
         compiled = call is None
         if call is None:
-            spread = jax.shard_map(
-                body, mesh=self.mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False
-            )
+            spread = jax.shard_map(body, mesh=self.mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
             call = self._programs[key] = compiler.build(spread, inputs, cached=False).call
         return functools.partial(self._launch, call, inputs), compiled
 
@@ -200,7 +200,7 @@ _INTEGERS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
 
 def _moved(move: Callable[[Array], Array], x: Array, as_integers: bool = False) -> Array:
-    """Apply ``move``, which leaves the last axis of a non-empty array alone or its elements whole, to the bits of ``x``."""
+    """Apply ``move``, which moves whole elements, to ``x`` as a dtype that XLA's collectives have everywhere."""
     if jnp.iscomplexobj(x):
         return lax.complex(_moved(move, x.real, as_integers), _moved(move, x.imag, as_integers))
     if x.dtype == bool:

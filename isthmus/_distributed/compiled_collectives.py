@@ -1,15 +1,15 @@
 """Functional collectives inside compiled graphs: the whole graph becomes ONE XLA program over the processes of a group.
 
-DTensor, FSDP2 and ``torch.distributed._functional_collectives`` leave ops such as ``_c10d_functional.all_reduce`` in the
-graphs of ``torch.compile``. Eagerly these ask the group; here they have rules for compiled graphs alone, so that XLA sees
-and schedules them with the rest::
+DTensor, FSDP2 and ``torch.distributed._functional_collectives`` leave ops such as ``_c10d_functional.all_reduce`` in
+the graphs of ``torch.compile``. Eagerly these ask the group; here they have rules for compiled graphs alone, so that
+XLA sees and schedules them with the rest::
 
     torch.compile(f, backend="isthmus", fullgraph=True)(x)
         graph:    h = relu(x);  s = _c10d_functional.all_reduce(h, "sum", "0");  wait_tensor(s) + h
         program:  shard_map(graph) over the mesh of group "0", local arrays in and out as shards
 
-A graph without collectives stays a program of one process. All collectives of a program are over the same ranks; one over
-other ranks is left out of the program (``clusters.py`` cuts there) and asks its group.
+A graph without collectives stays a program of one process. All collectives of a program are over the same ranks; one
+over other ranks is left out of the program (``clusters.py`` cuts there) and asks its group.
 
 ``install`` is called when a group is made. ``_program/program.py`` asks ``across`` for each graph it compiles.
 """
@@ -25,7 +25,7 @@ import torch
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed import distributed_c10d as c10d
 
 from isthmus._distributed import agreement, collectives
 from isthmus._distributed.collectives import AXIS
@@ -50,7 +50,7 @@ def install() -> None:
 def _group_of(call: Call) -> JaxGroup:
     """Return the group of a collective in a graph."""
     name = dict(call.arguments)["group_name"]
-    group = _resolve_process_group(name) if isinstance(name, str) else name
+    group = c10d._resolve_process_group(name) if isinstance(name, str) else name  # type: ignore[attr-defined,arg-type]
     if not isinstance(group, JaxGroup):
         raise Unsupported(f"{call.op} over {group!r}, which is no group of 'jax' tensors")
     return group
@@ -67,7 +67,9 @@ def across(graph: Graph) -> Spread | None:
         try:
             here = _group_of(node.call)
             if group is not None and here.mesh.ranks != group.mesh.ranks:
-                raise Unsupported(f"a collective over other ranks than those of the program, {group.mesh.ranks}")
+                raise Unsupported(
+                    f"a collective over other ranks than those of the program, {group.mesh.ranks}"
+                )
         except Unsupported as error:
             raise CallFailure(node, error) from error
         group = group or here
@@ -199,7 +201,9 @@ def _broadcast(call: Call, input: Array, src: int, group_name: Any) -> Array:
     return collectives.from_rank(src)(input)
 
 
-def _shard_dim_all_to_all(call: Call, input: Array, gather_dim: int, shard_dim: int, group_name: Any) -> Array:
+def _shard_dim_all_to_all(
+    call: Call, input: Array, gather_dim: int, shard_dim: int, group_name: Any
+) -> Array:
     if input.shape[shard_dim] % _size(call) or input.dtype == bool:
         raise Unsupported("all_to_all of parts of different sizes")
     return lax.all_to_all(input, AXIS, shard_dim, gather_dim, tiled=True)

@@ -76,7 +76,14 @@ def _attention(
 
 
 def _attention_backward(
-    grad_out: Any, query: Any, key: Any, value: Any, attn_bias: Any, grad_input_mask: Any, *rest: Any, **kwargs: Any
+    grad_out: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_bias: Any,
+    grad_input_mask: Any,
+    *rest: Any,
+    **kwargs: Any,
 ) -> Strategies:
     from torch.distributed.tensor import Replicate, Shard
 
@@ -105,7 +112,9 @@ def _pointwise(*args: Any, **kwargs: Any) -> Strategies:
 
     tensors = [arg for arg in args if hasattr(arg, "placements")]
     choices = [Replicate(), *[Shard(dim) for dim in range(tensors[0].ndim)]]
-    return [([choice], [choice if hasattr(arg, "placements") else None for arg in args]) for choice in choices]
+    return [
+        ([choice], [choice if hasattr(arg, "placements") else None for arg in args]) for choice in choices
+    ]
 
 
 def _glu_backward(grad: Any, x: Any, dim: int) -> Strategies:

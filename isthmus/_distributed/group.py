@@ -1,8 +1,8 @@
 """The c10d backend "jax": what ``torch.distributed`` calls for tensors on this device, and for CPU tensors beside them.
 
-``init_process_group()`` or ``init_process_group("jax")`` calls ``create`` (through ``_isthmus_autoload.py``, so that JAX is
-not loaded before), which joins JAX's processes (``start.py``) and returns a ``JaxGroup``. torch's own code, DDP's C++ reducer
-among it, calls the methods below by the names of ``ProcessGroup``::
+``init_process_group()`` or ``init_process_group("jax")`` calls ``create`` (through ``_isthmus_autoload.py``, so that
+JAX is not loaded before), which joins JAX's processes (``start.py``) and returns a ``JaxGroup``. torch's own code,
+DDP's C++ reducer among it, calls the methods below by the names of ``ProcessGroup``::
 
     dist.all_reduce(x)  ->  JaxGroup.allreduce([x], options)
                             -> agreement.agree(...)                 all ranks want the same
@@ -48,10 +48,12 @@ def create(options: Any) -> JaxGroup:
         ranks = list(range(options.group_size))
         start.join(options.store, options.group_rank, options.group_size, options.timeout)
     registration.load()
-    from isthmus._distributed import compiled_collectives, dtensor_strategies
+    # Not above: the first of these needs the class below.
+    from isthmus._distributed import compiled_collectives, dtensor_strategies, unused_parameters
 
     compiled_collectives.install()
     dtensor_strategies.install()
+    unused_parameters.install()
     return JaxGroup(options.store, options.group_rank, ranks, options.timeout)
 
 
@@ -66,7 +68,9 @@ def _collective(method: Callable[..., Any]) -> Callable[..., Any]:
         if kinds <= {"cpu"} and (tensors or name in _WITHOUT_TENSORS):
             return self._on_cpu(name, args, kwargs)
         if kinds != {"jax"}:
-            raise CollectiveError(f"{self._where(name)}: tensors on {sorted(kinds)}; a group serves 'jax' and 'cpu'")
+            raise CollectiveError(
+                f"{self._where(name)}: tensors on {sorted(kinds)}; a group serves 'jax' and 'cpu'"
+            )
         if mode.current.capture is not None:
             raise JitError(
                 f"isthmus.jit: {name} of torch.distributed inside a function that is recorded. Use "
@@ -107,8 +111,8 @@ class JaxGroup(dist.ProcessGroup):
     supports_coalescing = False
     supports_time_estimate = False
 
-    def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta) -> None:
-        super().__init__(rank, len(ranks))
+    def __init__(self, store: c10d.Store, rank: int, ranks: Sequence[int], timeout: timedelta) -> None:
+        super().__init__(rank, len(ranks))  # type: ignore[call-arg]  # torch's stub has one form of two
         self._store, self._own, self._ranks, self._timeout = store, rank, tuple(ranks), timeout
         self._gloo: Any = None
         self._names = ("", "")
@@ -134,7 +138,7 @@ class JaxGroup(dist.ProcessGroup):
     getBackendName = _get_backend_name = name
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> Any:
         """The name by which functional collectives find the group."""
         return self._names[0]
 
@@ -169,11 +173,11 @@ class JaxGroup(dist.ProcessGroup):
         """Options of the backend: there are none."""
         return None
 
-    def get_group_store(self) -> dist.Store:
+    def get_group_store(self) -> c10d.Store:
         """Return the store that the ranks of the group share."""
         return self._store
 
-    def _get_backend(self, device: torch.device) -> JaxGroup:
+    def _get_backend(self, device: torch.device) -> Any:
         return self
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
@@ -223,7 +227,7 @@ class JaxGroup(dist.ProcessGroup):
         """Return a group of some of these ranks, None on a rank that is not among them."""
         if self._own not in new_ranks:
             return None
-        store = dist.PrefixStore(f"{group_name}/", self._store)
+        store = c10d.PrefixStore(f"{group_name}/", self._store)
         ranks = [self._ranks[rank] for rank in new_ranks]
         group = JaxGroup(store, new_ranks.index(self._own), ranks, timeout or self._timeout)
         group._names = (group_name or "", group_desc or "")
@@ -241,7 +245,7 @@ class JaxGroup(dist.ProcessGroup):
     def _cpu(self) -> Any:
         """The gloo group of the same ranks, made when it is first needed."""
         if self._gloo is None:
-            store = dist.PrefixStore("gloo/", self._store)
+            store = c10d.PrefixStore("gloo/", self._store)
             with agreement.explained(self._ranks[self._own], "the first connection of a group"):
                 self._gloo = dist.ProcessGroupGloo(store, self._own, self.size(), timeout=self._timeout)
         return self._gloo
@@ -325,9 +329,7 @@ class JaxGroup(dist.ProcessGroup):
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
         """Give every rank the tensors of one."""
         root = opts.rootRank
-        results = self._run(
-            "broadcast", (f"from rank {root}",), collectives.from_rank(root), tensors, opts
-        )
+        results = self._run("broadcast", (f"from rank {root}",), collectives.from_rank(root), tensors, opts)
         return _written(tensors, results) if self._own != root else finished(tensors)
 
     @_collective
@@ -336,7 +338,9 @@ class JaxGroup(dist.ProcessGroup):
         return self.all_gather_single_coalesced([output], [input], opts)
 
     @_collective
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> Any:
         """Write the tensors of all ranks into one, for each of several, in one program."""
         for output, input in zip(outputs, inputs, strict=True):
             if output.numel() != self.size() * input.numel() or output.dtype != input.dtype:
@@ -439,14 +443,16 @@ class JaxGroup(dist.ProcessGroup):
         receives = list(output_split_sizes) or [output.shape[0] // count] * count
         largest = self._checked_splits(sends, receives, _line("all_to_all", (), [input[:0]]), opts)
         if largest:
-            # Rows are taken into parts of one size, exchanged, and taken out of these: two programs beside the exchange.
+            # Rows are taken into parts of one size, exchanged, and taken out of these.
             rows = padded_size(largest)
             packed = input.index_select(0, _positions(sends, rows))
             (received,) = self._run("all_to_all", (), collectives.exchanged, [packed], opts)
             flat = torch.empty_like(packed)
             write_array(flat, received)
             kept = [n * rows + row for n, size in enumerate(receives) for row in range(size)]
-            output.copy_(flat.index_select(0, torch.tensor(kept, dtype=torch.int64).to("jax")).view(output.shape))
+            output.copy_(
+                flat.index_select(0, torch.tensor(kept, dtype=torch.int64).to("jax")).view(output.shape)
+            )
         return finished([output])
 
     def _checked_splits(self, sends: list[int], receives: list[int], line: str, opts: Any) -> int:

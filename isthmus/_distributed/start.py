@@ -1,12 +1,12 @@
 """Joins JAX's processes when the first group is made, and parts from them when this one ends.
 
-``join`` is called by ``group.create`` in every process. Rank 0 chooses a port, torch's own store carries the address, and
-``jax.distributed.initialize`` makes the devices of all processes known to each other. JAX can do that only before it has
-started, so ``init_process_group()`` comes before the first "jax" tensor.
+``join`` is called by ``group.create`` in every process. Rank 0 chooses a port, torch's own store carries the address,
+and ``jax.distributed.initialize`` makes the devices of all processes known to each other. JAX can do that only before
+it has started, so ``init_process_group()`` comes before the first "jax" tensor.
 
-How a process ends matters to the others. JAX's own ending waits for every process, for minutes. A process that ends by an
-exception writes it into the store, prints it and leaves without waiting; the others find their connection to it closed,
-read what happened there (``last_words``), and raise that.
+How a process ends matters to the others. JAX's own ending waits for every process, for minutes. A process that ends
+by an exception writes it into the store, prints it and leaves without waiting; the others find their connection to it
+closed, read what happened there (``last_words``), and raise that.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import socket
 import sys
 import weakref
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
-import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from isthmus import config
 from isthmus.errors import RegistrationError
@@ -41,10 +41,10 @@ class _Job:
     store: Any = None
     rank = 0
     failed = False
-    groups: weakref.WeakSet[Any] = weakref.WeakSet()
+    groups: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
 
 
-def join(store: dist.Store, rank: int, world: int, timeout: timedelta) -> None:
+def join(store: c10d.Store, rank: int, world: int, timeout: timedelta) -> None:
     """Make the devices of ``world`` processes known to each other; a second call checks that it is the same job."""
     if jax.distributed.is_initialized():
         if (jax.process_index(), jax.process_count()) != (rank, world):
@@ -59,7 +59,7 @@ def join(store: dist.Store, rank: int, world: int, timeout: timedelta) -> None:
     _Job.store, _Job.rank = store, rank
 
 
-def _initialize(store: dist.Store, rank: int, world: int, timeout: timedelta) -> None:
+def _initialize(store: c10d.Store, rank: int, world: int, timeout: timedelta) -> None:
     launch = config.launch()
     if rank == 0:
         host = launch.address or socket.gethostname()
@@ -105,7 +105,9 @@ def _watch() -> None:
 
     def note(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         _Job.failed = True
-        with contextlib.suppress(Exception):  # the store may be gone, and what went wrong must still be printed
+        with contextlib.suppress(
+            Exception
+        ):  # the store may be gone, and what went wrong must still be printed
             _Job.store.set(_FAILED, f"rank {_Job.rank} ended with {kind.__name__}: {error}"[:2000])
         theirs(kind, error, trace)
 
@@ -137,6 +139,4 @@ def last_words() -> str:
 
 def is_debugging() -> bool:
     """Return whether TORCH_DISTRIBUTED_DEBUG=DETAIL asks for every collective to be checked."""
-    return bool(dist.get_debug_level() == dist.DebugLevel.DETAIL)
-
-
+    return bool(c10d.get_debug_level() == c10d.DebugLevel.DETAIL)  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
 """What asynchronous collectives return: torch's ``Work``, for results that are arrays already and for messages to come.
 
-An array of JAX's can be used before it is computed, so a collective on the device is done as soon as it is launched, and
-its ``Work`` is a finished future (``finished``). A message from one rank to another goes through gloo on the CPU;
+An array of JAX's can be used before it is computed, so a collective on the device is done once it is launched, and its
+``Work`` is a finished future (``finished``). A message from one rank to another goes through gloo on the CPU;
 ``Message`` is its ``Work``, and ``wait`` puts what was received into the "jax" tensor.
 """
 

@@ -135,9 +135,14 @@ def check_broadcast(rank: int, world: int) -> None:
             x = data(rank, (2, 2), dtype).to("jax")
             dist.broadcast(x, root)
             same(x, data(root, (2, 2), dtype))
-    x = torch.tensor([float("nan"), -0.0, float("inf")], device="jax") if rank == 0 else torch.ones(3, device="jax")
+    x = (
+        torch.tensor([float("nan"), -0.0, float("inf")], device="jax")
+        if rank == 0
+        else torch.ones(3, device="jax")
+    )
     dist.broadcast(x, 0)
-    assert x.cpu().signbit().tolist()[1] and x.isnan().tolist() == [True, False, False]
+    assert x.cpu().signbit().tolist()[1]
+    assert x.isnan().tolist() == [True, False, False]
 
 
 def check_all_gather(rank: int, world: int) -> None:
@@ -327,12 +332,18 @@ def check_devices(rank: int, world: int) -> None:
 
 def check_mismatches(rank: int, world: int) -> None:
     # gloo and XLA are not reached, so the group goes on afterwards.
-    with pytest.raises(CollectiveError, match=rf"(?s)rank {rank}: .*rank 0 +all_reduce.*\[2\].*rank 1 +all_reduce.*\[3\]"):
+    with pytest.raises(
+        CollectiveError, match=rf"(?s)rank {rank}: .*rank 0 +all_reduce.*\[2\].*rank 1 +all_reduce.*\[3\]"
+    ):
         dist.all_reduce(torch.ones(2 + min(rank, 1), device="jax"))
     with pytest.raises(CollectiveError, match=r"float64"):
         dist.all_reduce(torch.ones(2, device="jax", dtype=torch.float64 if rank else torch.float32))
     with pytest.raises(CollectiveError, match=r"(?s)broadcast.*all_reduce|all_reduce.*broadcast"):
-        _ = dist.broadcast(torch.ones(2, device="jax"), 0) if rank else dist.all_reduce(torch.ones(2, device="jax"))
+        _ = (
+            dist.broadcast(torch.ones(2, device="jax"), 0)
+            if rank
+            else dist.all_reduce(torch.ones(2, device="jax"))
+        )
     with pytest.raises(CollectiveError, match=r"max.*\n.*sum|sum.*\n.*max"):
         dist.all_reduce(torch.ones(2, device="jax"), ReduceOp.MAX if rank else ReduceOp.SUM)
     with pytest.raises(CollectiveError, match=rf"rank {rank}: all_gather: 2 times"):
@@ -365,6 +376,8 @@ def check_time_out(rank: int, world: int) -> None:
     x = torch.ones(2, device="jax")
     dist.all_reduce(x, group=late)
     if rank == 0:
-        with pytest.raises(CollectiveError, match=r"rank 0: no answer from another rank in time, in all_reduce"):
+        with pytest.raises(
+            CollectiveError, match=r"rank 0: no answer from another rank in time, in all_reduce"
+        ):
             dist.all_reduce(x, group=late)
     dist.barrier()

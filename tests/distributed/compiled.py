@@ -101,7 +101,9 @@ def check_other_ranks_stay_outside(rank: int, world: int) -> None:
     alone = [dist.new_group([r]) for r in range(world)][rank]
 
     def f(x: Tensor) -> Tensor:
-        return functional.all_reduce(functional.all_reduce(x * 2, "sum", alone) + 1, "sum", dist.group.WORLD) * 3
+        return (
+            functional.all_reduce(functional.all_reduce(x * 2, "sum", alone) + 1, "sum", dist.group.WORLD) * 3
+        )
 
     x = torch.ones(3, device="jax") * rank
     got = torch.compile(f, backend="isthmus")(x)

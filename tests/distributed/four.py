@@ -46,7 +46,9 @@ def check_fsdp_and_tensor_parallel(rank: int, world: int) -> None:
     for block in module.blocks:
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(module, mesh=mesh["dp"])
-    same_training("llama", module, train(module, "llama", part(mesh["dp"].get_local_rank(), 2), foreach=False))
+    same_training(
+        "llama", module, train(module, "llama", part(mesh["dp"].get_local_rank(), 2), foreach=False)
+    )
 
 
 def check_compiled_hsdp(rank: int, world: int) -> None:
@@ -87,4 +89,6 @@ def check_pipeline(rank: int, world: int) -> None:
         schedule.step()
     # Gradients of a mean over microbatches, as the schedule scales them.
     F.mse_loss(model(x), y).backward()
-    torch.testing.assert_close(layers[rank][0].weight.grad.cpu(), model[rank][0].weight.grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        layers[rank][0].weight.grad.cpu(), model[rank][0].weight.grad, rtol=1e-5, atol=1e-6
+    )

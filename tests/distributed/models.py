@@ -129,7 +129,9 @@ def optimizer_of(module: Any, name: str, **options: Any) -> torch.optim.Optimize
 def loss_by(module: Any, name: str, data: tuple[Tensor, Tensor]) -> Tensor:
     """Return the loss of what a wrapped module computes: wrappers run their code in ``forward`` alone."""
     out = module(data[0])
-    return F.mse_loss(out, data[1]) if name == "mlp" else F.cross_entropy(out.flatten(0, 1), data[1].flatten())
+    return (
+        F.mse_loss(out, data[1]) if name == "mlp" else F.cross_entropy(out.flatten(0, 1), data[1].flatten())
+    )
 
 
 def averaged(loss: Tensor) -> float:
@@ -162,5 +164,9 @@ def same_training(name: str, module: Any, losses: list[float], tolerance: float 
     for (key, want), got in zip(model.named_parameters(), module.parameters(), strict=True):
         whole = got.full_tensor() if hasattr(got, "full_tensor") else got
         torch.testing.assert_close(
-            whole.detach().cpu().float(), want.detach(), rtol=0, atol=10 * tolerance, msg=lambda m, k=key: f"{k}: {m}"
+            whole.detach().cpu().float(),
+            want.detach(),
+            rtol=0,
+            atol=10 * tolerance,
+            msg=lambda m, k=key: f"{k}: {m}",
         )

@@ -15,7 +15,13 @@ from tests.distributed import launch
 
 def torchrun(script: str) -> str:
     """Return what an example prints, run by two processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={launch.free_port()}"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        f"--master-port={launch.free_port()}",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(launch.ROOT), "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(
         [*command, f"examples/{script}.py"],

@@ -36,7 +36,9 @@ def test_a_rank_that_dies_ends_the_others(rank: int, how: str, words: str, tmp_p
     script.write_text(START + DIES.replace("RANK", str(rank)).replace("HOW", f"print(time.time()); {how}"))
     ended = launch.run([str(script)], world=2, timeout=150)
     over = time.time()
-    failed_at = next(float(line) for line in ended[rank][1].splitlines() if line[:2] == "17" or line[:2] == "18")
+    failed_at = next(
+        float(line) for line in ended[rank][1].splitlines() if line[:2] == "17" or line[:2] == "18"
+    )
     assert over - failed_at < 30
     assert all(status != 0 for status, _ in ended)
     assert words in ended[1 - rank][1]
@@ -56,7 +58,9 @@ def test_a_group_comes_before_the_first_tensor(tmp_path: Path) -> None:
 
 def test_one_process_is_a_group_of_its_own(tmp_path: Path) -> None:
     script = tmp_path / "alone.py"
-    lines = 'x = torch.ones(2, device="jax"); dist.init_process_group(); dist.all_reduce(x); print(x.tolist())'
+    lines = (
+        'x = torch.ones(2, device="jax"); dist.init_process_group(); dist.all_reduce(x); print(x.tolist())'
+    )
     script.write_text(START + lines)
     ((status, output),) = launch.run([str(script)], world=1, timeout=120)
     assert status == 0, output

@@ -17,7 +17,7 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_training(tmp_path: Path) -> None:
-    assert launch.failures("tests.distributed.training", tmp_path, timeout=500) == {"passed": 15}
+    assert launch.failures("tests.distributed.training", tmp_path, timeout=500) == {"passed": 16}
 
 
 @pytest.mark.slow
@@ -37,6 +37,11 @@ def test_checkpoint_of_another_number_of_ranks(saving: int, loading: int, tmp_pa
         folder = tmp_path / name
         folder.mkdir()
         said = launch.failures(
-            "tests.distributed.resharding", folder, world, timeout=280, only=name, CHECKPOINT=str(tmp_path / "kept")
+            "tests.distributed.resharding",
+            folder,
+            world,
+            timeout=280,
+            only=name,
+            CHECKPOINT=str(tmp_path / "kept"),
         )
         assert said == {"passed": 1}

@@ -79,10 +79,23 @@ def check_ddp_unused_parameters(rank: int, world: int) -> None:
         module.zero_grad()
         model.zero_grad()
         F.mse_loss(module(take(x), both), take(y)).backward()
+        assert (module.module.unused.weight.grad is None) == (not both)
         F.mse_loss(model(x, both), y).backward()
         torch.testing.assert_close(module.module.used.weight.grad.cpu(), model.used.weight.grad)
         if both:
             torch.testing.assert_close(module.module.unused.weight.grad.cpu(), model.unused.weight.grad)
+
+
+def check_ddp_unused_on_one_rank(rank: int, world: int) -> None:
+    module = DDP(Branches().to("jax"), find_unused_parameters=True)
+    models = [Branches() for _ in range(world)]
+    x, y = batches("mlp")[0]
+    take = part(rank, world)
+    F.mse_loss(module(take(x), rank == 0), take(y)).backward()
+    for r, model in enumerate(models):
+        F.mse_loss(model(x.chunk(world)[r], r == 0), y.chunk(world)[r]).backward()
+    wanted = models[0].unused.weight.grad / world
+    torch.testing.assert_close(module.module.unused.weight.grad.cpu(), wanted)
 
 
 def check_ddp_comm_hooks(rank: int, world: int) -> None:
@@ -119,7 +132,9 @@ def check_fsdp_mixed_precision(rank: int, world: int) -> None:
 
 
 def check_fsdp_cpu_offload(rank: int, world: int) -> None:
-    module = shard(make("mlp"), mesh=init_device_mesh("jax", (world,)), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    module = shard(
+        make("mlp"), mesh=init_device_mesh("jax", (world,)), offload_policy=CPUOffloadPolicy(pin_memory=False)
+    )
     losses = train(module, "mlp", part(rank, world))
     assert module.up.weight.to_local().device.type == "cpu"
     wanted, model = on_cpu("mlp")
@@ -194,5 +209,3 @@ def check_compile_tensor_parallel(rank: int, world: int) -> None:
     module = parallel(make("gpt").to("jax"), init_device_mesh("jax", (world,)))
     compiled = torch.compile(module, backend="isthmus")
     same_training("gpt", module, train(compiled, "gpt", lambda x: x.to("jax"), foreach=False))
-
-

@@ -159,7 +159,7 @@ def carried(key: str) -> Any:
 
 def work_of_future(future: torch.futures.Future[Any]) -> Any:
     """Return the work of torch.distributed that ends with a future, for C++ as well."""
-    return torch._C._distributed_c10d._create_work_from_future(future)
+    return torch._C._distributed_c10d._create_work_from_future(future)  # type: ignore[attr-defined]
 
 
 @optional("signals are taken to interrupt autograd's threads", lambda: True)

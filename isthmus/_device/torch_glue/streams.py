@@ -1,11 +1,13 @@
 """``torch.jax.Stream`` and ``Event``: CUDA's words for the order of work, which XLA keeps by itself.
 
-XLA runs a program when its inputs are there and returns arrays that are futures, so no stream has to wait for another:
-what a stream or an event would order is ordered by data. The classes here let code that names streams run as it is (FSDP2
-has five of them, data loaders copy on one): entering a stream changes what ``current_stream`` says and nothing else.
+XLA runs a program when its inputs are there and returns arrays that are futures, so no stream has to wait for
+another: what a stream or an event would order is ordered by data. The classes here let code that names streams run as
+it is (FSDP2 has five of them, data loaders copy on one): entering a stream changes what ``current_stream`` says and
+nothing else.
 
 An event that is waited for must be over in fact. ``record`` therefore notes the time of the host, and ``synchronize``
-waits for all that was launched; a timing event waits in ``record``, so that ``elapsed_time`` measures the device's work.
+waits for all that was launched; a timing event waits in ``record``, so that ``elapsed_time`` measures the device's
+work.
 """
 
 from __future__ import annotations
