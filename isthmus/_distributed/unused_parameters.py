@@ -12,6 +12,7 @@ unused is found here, after each forward pass that is to be synchronised:
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -24,7 +25,8 @@ from isthmus._device.torch_glue import patches
 
 Tensor = torch.Tensor
 _OWNER = "torch.nn.parallel.distributed.DistributedDataParallel"
-_MARK = "_isthmus_finds_unused"
+# Modules whose unused parameters are found here.
+_finding: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def install() -> None:
@@ -38,7 +40,7 @@ def _init_helper(theirs: Callable[..., Any]) -> Callable[..., Any]:
     def init_helper(self: Any, parameters: Any, sparse: Any, names: Any, static_graph: bool) -> Any:
         if (self.find_unused_parameters or static_graph) and _is_ours(self):
             self.find_unused_parameters, static_graph = False, False
-            setattr(self, _MARK, True)
+            _finding.add(self)
         return theirs(self, parameters, sparse, names, static_graph)
 
     return init_helper
@@ -47,7 +49,7 @@ def _init_helper(theirs: Callable[..., Any]) -> Callable[..., Any]:
 def _set_static_graph(theirs: Callable[..., Any]) -> Callable[..., Any]:
     def set_static_graph(self: Any) -> None:
         if _is_ours(self):
-            setattr(self, _MARK, True)
+            _finding.add(self)
         else:
             theirs(self)
 
@@ -57,7 +59,7 @@ def _set_static_graph(theirs: Callable[..., Any]) -> Callable[..., Any]:
 def _post_forward(theirs: Callable[..., Any]) -> Callable[..., Any]:
     def post_forward(self: Any, output: Any) -> Any:
         synchronised = torch.is_grad_enabled() and self.require_backward_grad_sync
-        if synchronised and getattr(self, _MARK, False):
+        if synchronised and self in _finding:
             output = _with_every_parameter(self, output)
         return theirs(self, output)
 
