@@ -170,6 +170,20 @@ def cluster() -> dict[str, str]:
 
 
 @dataclass(frozen=True)
+class Launch:
+    """What ``torchrun`` says about this process: its place on the host, and the address of the first host."""
+
+    local_rank: int | None
+    address: str | None
+
+
+def launch() -> Launch:
+    """Return what the launcher of this process put into the environment."""
+    rank = os.environ.get("LOCAL_RANK", "")
+    return Launch(int(rank) if rank.isdecimal() else None, os.environ.get("MASTER_ADDR") or None)
+
+
+@dataclass(frozen=True)
 class _Live:
     read: Callable[[], Any]
     write: Callable[[Any], None]

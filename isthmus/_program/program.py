@@ -63,6 +63,17 @@ STATELESS = StateLayout()
 NO_LINES: Mapping[Node, str] = {}
 
 
+def _alone(graph: Graph) -> Any:
+    """Return None: without groups of ``torch.distributed`` every graph is a program of this process."""
+
+
+across = _alone
+"""Returns what compiles and runs a graph over several processes, None for a graph without collectives.
+
+``_distributed/compiled_collectives.py``, which is above this folder, puts its own function here.
+"""
+
+
 class CheckedConditions(Conditions):
     """Value checks whose errors name the line that recorded the op, where it is known."""
 
@@ -142,8 +153,10 @@ class CompiledProgram:
         count = len(self.packing)
         donated = (*range(count), *[count + at for at in self.donated])
         arrays_of, extras = separated(self._trace)
+        spread = across(graph)
+        build = compiler.build if spread is None else spread.build
         try:
-            self.executable = compiler.build(arrays_of, self._examples(kinds), donated, options, title)
+            self.executable = build(arrays_of, self._examples(kinds), donated, options, title)
         except CallFailure as failure:
             # Named by the node that was recorded, not by what passes made of it.
             raise CallFailure(graph.origins.get(failure.node, failure.node), failure.cause) from failure.cause
