@@ -25,7 +25,7 @@ is complete when ``__init__`` returns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -86,6 +86,7 @@ class CompiledProgram:
         donate: positions in ``slots`` whose memory the results may take.
         constants: values of the offsets that are compiled in, by index; ``moving`` are the other offsets.
         differentiable: whether JAX may differentiate through the program.
+        build: what compiles the traced function; for symbolic sizes it is traced and compiled later.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class CompiledProgram:
         constants: Mapping[int, int] | None = None,
         moving: Sequence[int] = (),
         differentiable: bool = False,
+        build: Callable[..., Any] = compiler.build,
         options: Mapping[str, Any] | None = None,
         title: str = "a program",
     ) -> None:
@@ -128,7 +130,7 @@ class CompiledProgram:
         count = len(self.packing)
         donated = (*range(count), *[count + at for at in self.donated])
         arrays_of, extras = separated(self._trace)
-        self.executable = compiler.build(arrays_of, self._examples(kinds), donated, options, title)
+        self.executable = build(arrays_of, self._examples(kinds), donated, options, title)
         self.call = self.executable.call
         self.checks = CheckedConditions(*extras[-1])
 
