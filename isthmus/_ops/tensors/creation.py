@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import lax
+from jax.export import is_symbolic_dim
 from jax.typing import DTypeLike
 
 from isthmus._graph.names import aten, prims
@@ -91,6 +94,10 @@ def count(length: int, start: Operand, step: Scalar, dtype: DType) -> Array:
 @lowering(aten.arange.start_step, static=("start", "end", "step"))
 def arange(start: Operand, end: Operand, step: Scalar = 1, dtype: DTypeLike | None = None) -> Array:
     """The numbers from ``start`` to ``end``; torch says how many they are and of which dtype."""
+    ends: tuple[Any, ...] = (start, end, step)
+    if any(map(is_symbolic_dim, ends)):  # sizes of a program that serves a range of them
+        length: Any = -((start - end) // step)  # type: ignore[operator]
+        return count(length, start, step, np.dtype(np.int64 if dtype is None else dtype))
     asked = None if dtype is None else to_torch_dtype(dtype)
     shadow = torch.ops.aten.arange.start_step(start, end, step, dtype=asked, device="meta")
     if shadow.dtype is torch.bool or shadow.dtype.is_complex:

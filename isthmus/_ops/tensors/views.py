@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import lax
+from jax.export import is_symbolic_dim
 from jax.typing import DTypeLike
 from torch._ops import OpOverload
 
@@ -50,9 +51,24 @@ def select(x: Array, dim: int, index: int) -> Array:
 def _slice(x: Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Array:
     """Return a range of a dim, cut to what there is as torch does."""
     dim = wrap_dim(dim, x.ndim)
+    if any(n is not None and is_symbolic_dim(n) for n in (x.shape[dim], start, end)):
+        return _slice_of_symbolic(x, dim, start, end, step)
     # Python clips a slice exactly as torch does.
     begin, stop, _ = slice(start, end).indices(x.shape[dim])
     return lax.slice_in_dim(x, begin, max(begin, stop), step, dim)
+
+
+def _slice_of_symbolic(x: Array, dim: int, start: int | None, end: int | None, step: int) -> Array:
+    """Return a range of a dim of symbolic size; JAX raises where it cannot know what is cut off."""
+    n = x.shape[dim]
+
+    def clipped(place: int) -> int:
+        place = place + n if place < 0 else place
+        return place if place <= n else n
+
+    begin = 0 if start is None else clipped(start)
+    stop = n if end is None or (isinstance(end, int) and end >= 2**62) else clipped(end)
+    return lax.slice_in_dim(x, begin, stop, step, dim)
 
 
 def squeeze(x: Array, dim: int | Sequence[int] | None = None) -> Array:
