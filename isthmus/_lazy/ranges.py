@@ -187,10 +187,11 @@ class RangedProgram:
         """Run the program on the trace's arrays; return what settles its value checks, and whether it was there."""
         executable, donate, there = self.prepare(sizes)
         self._runs[self.padded.sizes_for(self._values(sizes), config.buckets).key] += 1
+        # Before arrays are in a list, which would count as a reference.
+        held = [n for n in donate if not (self._is_fresh(n, executable.inputs[n]) or _is_dying(self.slots[n]))]
         arrays = [self._array(n, executable.inputs[n]) for n in range(len(self.slots))]
-        for n in donate:
-            if not (self._is_fresh(n, executable.inputs[n]) or _is_dying(self.slots[n])):
-                arrays[n] = copied(arrays[n])
+        for n in held:
+            arrays[n] = copied(arrays[n])
         compiled, values = self.compiled, self._values(sizes)
         constants = compiled.pack_numbers(trace.numbers, trace.offsets)
         inputs = compiled.arguments(arrays, constants, trace.draws[: compiled.draws])
