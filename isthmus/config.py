@@ -108,6 +108,18 @@ class Settings:
         choices=("off", "passes"),
         variable="ISTHMUS_LOG",
     )
+    shapes: str = _settings.setting(
+        "exact",
+        "What lazy mode compiles for sizes that change: a program per size, or, from the second size of a graph on, "
+        "programs for ranges of sizes on padded arrays.",
+        choices=("exact", "auto", "ranges"),
+        variable="ISTHMUS_SHAPES",
+    )
+    buckets: int = _settings.setting(
+        4,
+        "How many padded sizes there are between a power of two and the next, for programs that serve a range.",
+        variable="ISTHMUS_BUCKETS",
+    )
     lines: str = _settings.setting(
         "off",
         "Whether lazy mode notes the line of your code that recorded each op, for errors and printed graphs.",

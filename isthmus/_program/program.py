@@ -25,7 +25,7 @@ is complete when ``__init__`` returns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -104,6 +104,7 @@ class CompiledProgram:
         lines: with a mesh, the lines of user code that nodes come from; collectives are listed by them.
         constants: values of the offsets that are compiled in, by index; ``moving`` are the other offsets.
         differentiable: whether JAX may differentiate through the program.
+        build: what compiles the traced function; for symbolic sizes it is traced and compiled later.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class CompiledProgram:
         constants: Mapping[int, int] | None = None,
         moving: Sequence[int] = (),
         differentiable: bool = False,
+        build: Callable[..., Any] = compiler.build,
         options: Mapping[str, Any] | None = None,
         title: str = "a program",
     ) -> None:
@@ -137,6 +139,7 @@ class CompiledProgram:
             constants=constants,
             moving=moving,
             differentiable=differentiable,
+            build=build,
             options=options,
             title=title,
         )
@@ -154,7 +157,7 @@ class CompiledProgram:
         donated = (*range(count), *[count + at for at in self.donated])
         arrays_of, extras = separated(self._trace)
         spread = across(graph)
-        build = compiler.build if spread is None else spread.build
+        build = build if spread is None else spread.build
         try:
             self.executable = build(arrays_of, self._examples(kinds), donated, options, title)
         except CallFailure as failure:
