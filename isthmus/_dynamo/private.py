@@ -252,6 +252,7 @@ def _adds_nothing(meta: Any) -> bool:
     ) and all(plain)
 
 
+@optional("calls that the CPU's kernels refuse may be compiled", contextlib.nullcontext)
 def without_modes() -> Any:
     """Return a guard under which calls are not traced: the modes of AOTAutograd would see them."""
     from torch.utils._python_dispatch import _disable_current_modes
