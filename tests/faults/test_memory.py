@@ -110,9 +110,7 @@ def test_small_programs_do_not_ask_for_memory(monkeypatch: pytest.MonkeyPatch) -
     assert not asked
     monkeypatch.setattr(memory, "_LARGE", 0)
     y = torch.zeros(1238, device="jax").add_(3)
-    with pytest.raises(torch.OutOfMemoryError, match="a program needs"):
-        y.add_(3)
+    assert y.add_(3).sum().item() == 6 * 1238  # by the program that does not overwrite its input
     assert asked
     monkeypatch.undo()
     isthmus.clear_caches()
-    assert y.add_(3).sum().item() == 6 * 1238
