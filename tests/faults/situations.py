@@ -55,6 +55,14 @@ def check_works(device: str = "jax") -> None:
     assert torch.allclose(x.grad.cpu(), torch.tensor(expected()), rtol=1e-5)
 
 
+def in_four_threads(work: Callable[[int], None]) -> None:
+    workers = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+
+
 def threads() -> None:
     """Four threads run passes at once, and every other one fails: each thread gets its own exceptions."""
     check_works()
@@ -82,11 +90,7 @@ def threads() -> None:
             if not good:
                 wrong.append((number, turn, mine, error))
 
-    workers = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    in_four_threads(work)
     assert not wrong, wrong[:5]
     check_works()
 
@@ -345,11 +349,7 @@ def without_carrying() -> None:
             if error is not want:
                 wrong.append((number, turn, error))
 
-    workers = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    in_four_threads(work)
     assert not wrong, wrong[:5]
     check_works()
 
