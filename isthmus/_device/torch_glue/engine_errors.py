@@ -162,11 +162,12 @@ def _carrying() -> Owners:
     return Owners()
 
 
+_by_thread: Owners = OwnersByThread()
 owners = choose(
     "_device.torch_glue.engine_errors.owners",
     "backward passes of several threads that fail at the same time may raise each other's exceptions",
     _carrying,
-    OwnersByThread(),
+    _by_thread,
 )
 
 
