@@ -168,16 +168,24 @@ def exhausted(error: BaseException) -> torch.OutOfMemoryError:
     """Return torch's error for XLA's, with what the device holds."""
     from isthmus._runtime.compiler import default_device
 
-    arrays = [array for array in jax.live_arrays() if not array.is_deleted()]
-    kinds = Counter((str(array.dtype), tuple(array.shape)) for array in arrays)
-    sizes = {kind: count * nbytes(kind[1], jax.numpy.dtype(kind[0])) for kind, count in kinds.items()}
-    largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:_NAMED]
-    lines = [f"{kinds[k]} x {k[0]}{list(k[1])}: {sizes[k]} bytes" for k in largest]
+    arrays, lines = _live(), largest_arrays()
     reason = str(error).split("\n")[0]
-    used = (default_device().memory_stats() or {}).get("bytes_in_use", sum(sizes.values()))
+    used = (default_device().memory_stats() or {}).get("bytes_in_use", sum(a.nbytes for a in arrays))
     return torch.OutOfMemoryError(
         f"device 'jax' is out of memory: {reason}\n"
         f"  in use       {used} of {total()} bytes; {len(arrays)} arrays, the largest:\n"
         + "".join(f"               {line}\n" for line in lines)
         + "  to go on     a smaller batch, torch.utils.checkpoint, or del what is not needed"
     )
+
+
+def _live() -> list[jax.Array]:
+    return [array for array in jax.live_arrays() if not array.is_deleted()]
+
+
+def largest_arrays() -> list[str]:
+    """Return a line for each of the kinds (dtype and shape) of arrays that take the most bytes together."""
+    kinds = Counter((str(array.dtype), tuple(array.shape)) for array in _live())
+    sizes = {kind: count * nbytes(kind[1], jax.numpy.dtype(kind[0])) for kind, count in kinds.items()}
+    largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:_NAMED]
+    return [f"{kinds[k]} x {k[0]}{list(k[1])}: {sizes[k]} bytes" for k in largest]

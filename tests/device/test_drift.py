@@ -41,6 +41,8 @@ NEEDED = {
     "torch._C._autograd.DeviceType.PrivateUse1",
     "torch._C._dispatch_has_kernel_for_dispatch_key",
     "torch._C._get_privateuse1_backend_name",
+    "torch._prims_common.ELEMENTWISE_TYPE_PROMOTION_KIND",
+    "torch._prims_common.elementwise_dtypes",
     "torch.utils.backend_registration._setup_privateuseone_for_python_backend",
 }
 QUICK = [

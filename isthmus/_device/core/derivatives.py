@@ -17,13 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from torch._ops import OpOverload
 
 from isthmus._device.core.buffer import wrap
 from isthmus._device.core.decompose import to_arrays
 from isthmus._device.torch_glue.private import above_autograd
 from isthmus._graph.arguments import flatten
 from isthmus._graph.names import aten
+from isthmus._graph.private import OpOverload
 from isthmus._graph.schema import schema_of
 from isthmus._ops.common import Number, linear
 from isthmus._ops.value_checks import collecting, require

@@ -11,13 +11,13 @@ import warnings
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from isthmus import config
 from isthmus._device.checks.ask_cpu import on_cpu
 from isthmus._device.core import mode
 from isthmus._device.core.host_tensors import write_through_cpu
 from isthmus._graph.arguments import tensors_in
+from isthmus._graph.private import OpOverload
 from isthmus._graph.schema import schema_of
 from isthmus._runtime import counters
 from isthmus.errors import MissingLowering, first_line

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from isthmus._device.checks import ask_cpu
 from isthmus._device.core.dispatch import kernel_for
 from isthmus._graph.names import Missing, aten, overload_named
+from isthmus._graph.private import OpOverload
 from isthmus._graph.schema import schema_of
 
 
