@@ -259,6 +259,7 @@ def aot_autograd() -> Any:
     return aot_autograd
 
 
+@optional("calls that the CPU's kernels refuse may be compiled", contextlib.nullcontext)
 def without_modes() -> Any:
     """Return a guard under which calls are not traced: the modes of AOTAutograd would see them."""
     from torch.utils._python_dispatch import _disable_current_modes

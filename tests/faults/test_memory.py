@@ -106,13 +106,11 @@ def test_small_programs_do_not_ask_for_memory(monkeypatch: pytest.MonkeyPatch) -
     asked: list[int] = []
     monkeypatch.setattr(memory, "free", lambda: asked.append(1) or -1)  # an add in place needs nothing
     x = torch.zeros(1237, device="jax")
-    assert x.add_(3).sum().item() == 3 * 1237
+    assert x.add_(3).add_(3).sum().item() == 6 * 1237  # the first writes to zeros that others share
     assert not asked
     monkeypatch.setattr(memory, "_LARGE", 0)
-    y = torch.zeros(1238, device="jax")
-    with pytest.raises(torch.OutOfMemoryError, match="a program needs"):
-        y.add_(3)
+    y = torch.zeros(1238, device="jax").add_(3)
+    assert y.add_(3).sum().item() == 6 * 1238  # by the program that does not overwrite its input
     assert asked
     monkeypatch.undo()
     isthmus.clear_caches()
-    assert y.add_(3).sum().item() == 3 * 1238
