@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from isthmus._dynamo.clusters import Clusters
     from isthmus._dynamo.specialization import Specialization
+    from isthmus._program import staged
     from isthmus._program.program import CompiledProgram
 
 
@@ -50,10 +51,11 @@ def graph(clusters: Clusters) -> None:
         record.graphs.append(clusters)
 
 
-def compile(specialization: Specialization) -> CompiledProgram:
+def compile(specialization: Specialization) -> staged.Program:
     """Return the program of a specialization, compiled, and add it to the records that are open."""
     made = specialization.compile()
     program = specialization.program
     for record in _listeners:
-        record.compilations.append(Compilation(program.name, program.module, made))
+        for part in made.parts:
+            record.compilations.append(Compilation(program.name, program.module, part))
     return made

@@ -21,7 +21,7 @@ from isthmus._device.core.inference import Warnings
 from isthmus._device.torch_glue.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from isthmus._dynamo.private import without_modes
 from isthmus._graph.nodes import Node as Value
-from isthmus._graph.private import OpOverload, torch_schema
+from isthmus._graph.private import OpOverload
 from isthmus._graph.schema import schema_of
 from isthmus._runtime.user_frames import warn_user
 
@@ -227,7 +227,7 @@ def _is_pure(node: Node) -> bool:
     if node.op in ("placeholder", "get_attr", "output"):
         return True
     if isinstance(node.target, OpOverload):
-        return not torch_schema(node.target).is_mutable
+        return not schema_of(node.target).mutated
     if node.op not in ("call_function", "call_method") or node.kwargs.get("out") is not None:
         return False
     name, module = _name(node), getattr(node.target, "__module__", None) or ""

@@ -24,7 +24,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Node as FxNode
 
-from isthmus._device.torch_glue import pytree
+from isthmus._device.torch_glue.pytree import tree_map
 from isthmus._dynamo import decompositions
 from isthmus._dynamo.convert import Conversion, has_rule, is_lowered
 from isthmus._dynamo.random import is_random
@@ -92,7 +92,7 @@ def _apart(examples: Any) -> Any:
             return value
         return value.detach().clone().requires_grad_(value.requires_grad)
 
-    return pytree.tree_map(each, examples)
+    return tree_map(each, examples)
 
 
 @functools.cache

@@ -30,18 +30,18 @@ def to_fx(graph: Graph) -> fx.GraphModule:
     ``meta["type"]`` says what a value is; of a call with several results, a tuple.
     """
     check(graph)
-    made = fx.Graph()
+    fx_graph = fx.Graph()
     known: dict[Node, fx.Node] = {}
     called = names(graph)
     for given in graph.inputs:
-        known[given] = made.placeholder(called[given])
+        known[given] = fx_graph.placeholder(called[given])
     for node in graph.nodes:
-        known[node] = _node(made, node, [known[i] for i in node.inputs])
+        known[node] = _node(fx_graph, node, [known[i] for i in node.inputs])
     for node, found in known.items():
         found.meta["type"] = node.types[0] if len(node.types) == 1 else node.types
-    made.output(tuple(known[output] for output in graph.outputs))
-    made.lint()
-    return fx.GraphModule({}, made)
+    fx_graph.output(tuple(known[output] for output in graph.outputs))
+    fx_graph.lint()
+    return fx.GraphModule({}, fx_graph)
 
 
 def _node(made: fx.Graph, node: Node, given: list[fx.Node]) -> fx.Node:
