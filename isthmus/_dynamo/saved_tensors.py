@@ -15,10 +15,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
-from isthmus._device.core.buffer import Buffer, Signature, wrap_strided
+from isthmus._device.core.buffer import Buffer, Signature, new_tensor, wrap_strided
 from isthmus._device.core.strided import read
 from isthmus._device.core.transfers import array_of
-from isthmus._device.torch_glue.private import empty_tensor
 from isthmus._dynamo.layout import root_of
 from isthmus._graph.layout import Spec, contiguous_strides
 from isthmus.errors import IsthmusError
@@ -62,9 +61,7 @@ class Kept(Buffer):
 
 def token(arrays: tuple[Array, ...], contents: Contents) -> Tensor:
     """Return the tensor that holds these arrays."""
-    tensor = empty_tensor((0,), torch.uint8)
-    tensor.untyped_storage()._buffer = Kept(arrays, contents)  # type: ignore[attr-defined, arg-type]
-    return tensor
+    return new_tensor((0,), None, torch.uint8, Kept(arrays, contents))  # type: ignore[arg-type]
 
 
 def contents_of(tensor: Any) -> Contents | None:

@@ -22,6 +22,7 @@ from isthmus._device.torch_glue.private import empty_tensor, restride
 from isthmus._graph import view_calls
 from isthmus._graph.layout import Spec, is_as_made, storage_shape
 from isthmus._graph.nodes import TABLE, Call, Input, Node, Type, call_of, node
+from isthmus._graph.passes.slice_gradients import BACKWARDS
 from isthmus._graph.schema import PLACEMENT
 from isthmus._graph.view_calls import chained
 from isthmus._lazy.trace import trace
@@ -57,7 +58,8 @@ def recording_entry(kernel: Kernel) -> Callable[..., Any]:
         "_Node": Node,
         "_new_plan": new_recipe,
         "_array_of": trace.array,
-        "_number": trace.number,
+        # Where a slice starts and ends is compiled in until it changes: passes join the gradients of slices.
+        "_number": trace.offset if kernel.functional in BACKWARDS else trace.number,
         "_offset_of": trace.offset,
         "_draw": trace.draw,
     }
