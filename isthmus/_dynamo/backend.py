@@ -18,6 +18,7 @@ from isthmus._dynamo.fast_path import quick
 from isthmus._dynamo.options import Options, check_mode, parse
 from isthmus._dynamo.private import (
     allow_registering_again,
+    aot_autograd,
     give_attention_shapes,
     keep_optimizer_steps_on_device,
     only_calls_graph,
@@ -45,8 +46,6 @@ def isthmus(
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """Compile one graph of Dynamo's: forward and backward become XLA programs."""
-    from torch._dynamo.backends.common import aot_autograd
-
     check_mode(mode)
     chosen = parse(options)
     if refuses_a_write(module.graph):
@@ -55,7 +54,7 @@ def isthmus(
         return module.forward  # op by op, where bytes beside those that are written stay as they are
     number = next(_numbers)
     alone: list[Clusters] = []
-    compiled = aot_autograd(
+    compiled = aot_autograd()(
         fw_compiler=functools.partial(_compile, chosen, f"forward {number}"),
         bw_compiler=functools.partial(_compile, chosen, f"backward {number}"),
         inference_compiler=functools.partial(_infer, chosen, f"inference {number}", alone),
@@ -78,12 +77,13 @@ def _partition(
     options: Options, joint: GraphModule, *args: Any, num_fwd_outputs: int, **kwargs: Any
 ) -> tuple[GraphModule, GraphModule]:
     """Split the joint graph where the least has to be kept for backward."""
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from functorch.compile import min_cut_rematerialization_partition
 
     key_random_nodes(joint.graph)
     joint_passes.optimise(joint.graph)
     _save_what_is_overwritten(joint.graph)
-    split = min_cut_rematerialization_partition(joint, *args, num_fwd_outputs=num_fwd_outputs, **kwargs)
+    cut = functools.partial(min_cut_rematerialization_partition, num_fwd_outputs=num_fwd_outputs)
+    split: tuple[GraphModule, GraphModule] = cut(joint, *args, **kwargs)
     if options.keep == "together" and not has_saving_hooks():
         saved_tensors.together(*split, num_fwd_outputs)
     return split

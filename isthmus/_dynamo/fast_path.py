@@ -35,7 +35,7 @@ _MOST = 16
 def quick(like: Like, slow: Call) -> Call:
     """Return what runs calls like one that was made, and calls ``slow`` with the arguments of others."""
     run = like.run
-    makers, count = run.specialization.returns.makers(), len(like.signatures)
+    makers, count = run.specialization.returns.makers(run.shardings), len(like.signatures)
     if not run.pure or makers is None or any(like.moved) or not 0 < count <= _MOST:
         return slow
     scope = {

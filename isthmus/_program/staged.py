@@ -45,6 +45,7 @@ class StagedProgram:
 
     donated: tuple[int, ...] = ()
     packing = Packing((), {})
+    result_shardings = None  # graphs on a mesh are not cut
 
     def __init__(
         self,
@@ -88,11 +89,6 @@ class StagedProgram:
             [at for at in inputs if last[at] == n and at not in self._outputs]
             for n, (_, inputs) in enumerate(self._calls)
         ]
-
-    @property
-    def executables(self) -> list[Any]:
-        """The executables of the distinct stages."""
-        return [part.executable for part in self.parts]
 
     def call(self, *inputs: Any) -> Sequence[Any]:
         """Run the stages on an array for each slot and the codes of the value checks."""

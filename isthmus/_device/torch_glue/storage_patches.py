@@ -131,7 +131,9 @@ def _replace(storage: Any, data: Any) -> None:
     held.rebind(from_numpy(data.view(dtype).reshape(shape if same else -1)))
     if data.nbytes < before:
         signature = held.signature
-        held.signature = type(signature).intern(signature.shape, dtype, signature.traced, shrunk=True)
+        held.signature = type(signature).intern(
+            signature.shape, dtype, signature.traced, True, signature.sharding
+        )
 
 
 def _resize_(storage: Any, size: int) -> Any:
@@ -249,6 +251,8 @@ def _storage_method(theirs: Callable[..., Any], name: str) -> Callable[..., Any]
 
     def copy_(self: Any, source: Any, non_blocking: Any = None) -> Any:
         if getattr(self, "_buffer", None) is None:
+            if getattr(source, "_buffer", None) is not None:
+                source = source.cpu()  # torch would read 0 bytes
             return theirs(self, source) if non_blocking is None else theirs(self, source, non_blocking)
         return ours(self, source, non_blocking)
 
