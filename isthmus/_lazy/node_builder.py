@@ -71,7 +71,7 @@ def _slice_end(value: int) -> Node:
 
     Programs for a range of sizes take it as a number: it changes with the sizes.
     """
-    return trace.number(value) if config.current.shapes == "auto" else trace.offset(value)
+    return trace.offset(value) if config.current.shapes == "exact" else trace.number(value)
 
 
 @dataclass(frozen=True)
