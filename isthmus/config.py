@@ -160,6 +160,13 @@ def xla_flags() -> str:
     return os.environ.get("XLA_FLAGS", "")
 
 
+def cluster() -> dict[str, str]:
+    """Return what a launcher of several processes put into the environment: torchrun, SLURM, Open MPI, Cloud TPU."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri")
+    names += ("TPU_WORKER_HOSTNAMES", "MEGASCALE_COORDINATOR_ADDRESS")
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
 @dataclass(frozen=True)
 class _Live:
     read: Callable[[], Any]

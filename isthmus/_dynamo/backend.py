@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from isthmus._device.torch_glue.private import has_saving_hooks
-from isthmus._dynamo import decompositions, repeated_blocks, saved_tensors
+from isthmus._dynamo import decompositions, saved_tensors
 from isthmus._dynamo import joint as joint_passes
 from isthmus._dynamo.clusters import Clusters
 from isthmus._dynamo.fast_path import quick
@@ -85,8 +85,7 @@ def _partition(
     _save_what_is_overwritten(joint.graph)
     cut = functools.partial(min_cut_rematerialization_partition, num_fwd_outputs=num_fwd_outputs)
     split: tuple[GraphModule, GraphModule] = cut(joint, *args, **kwargs)
-    one = options.blocks == "fuse" or not any(map(repeated_blocks.segments, split))
-    if one and options.keep == "together" and not has_saving_hooks():
+    if options.keep == "together" and not has_saving_hooks():
         saved_tensors.together(*split, num_fwd_outputs)
     return split
 
@@ -136,7 +135,10 @@ def _infer(
 def _unwrapped(clusters: Clusters, wrapped: Callable[..., Any]) -> Callable[..., Any]:
     """Return what runs a graph without AOTAutograd's wrapper, which takes longer than a small program does."""
 
+    way: Callable[..., Any]
+
     def slow(*args: Any) -> Any:
+        nonlocal way
         # Nodes outside of programs are torch's own, and torch's modes are theirs.
         if clusters.reasons:
             return wrapped(*args)
@@ -144,11 +146,11 @@ def _unwrapped(clusters: Clusters, wrapped: Callable[..., Any]) -> Callable[...,
             results = clusters.run([*args])
         except NodeFailure:
             return wrapped(*args)
-        shortest[0] = _shortest(clusters.run, slow)
+        way = _shortest(clusters.run, slow)
         return results
 
-    shortest: list[Callable[..., Any]] = [slow]
-    return lambda *args: shortest[0](*args)
+    way = slow
+    return lambda *args: way(*args)
 
 
 def _shortest(program: Any, slow: Callable[..., Any]) -> Callable[..., Any]:

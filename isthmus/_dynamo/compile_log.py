@@ -12,7 +12,7 @@ from isthmus._runtime import compiler
 if TYPE_CHECKING:
     from isthmus._dynamo.clusters import Clusters
     from isthmus._dynamo.specialization import Specialization
-    from isthmus._program.program import CompiledProgram
+    from isthmus._program import staged
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,11 @@ def graph(clusters: Clusters) -> None:
         record.graphs.append(clusters)
 
 
-def compile(specialization: Specialization) -> CompiledProgram:
+def compile(specialization: Specialization) -> staged.Program:
     """Return the program of a specialization, compiled, and add it to the records that are open."""
     made = specialization.compile()
     program = specialization.program
     for record in _listeners:
-        record.compilations.append(Compilation(program.name, program.module, made.executable))
+        for executable in made.executables:
+            record.compilations.append(Compilation(program.name, program.module, executable))
     return made

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,9 +19,10 @@ from isthmus._dynamo.clusters import _ID, Clusters
 from isthmus._dynamo.random import Draw, Keyed
 from isthmus._dynamo.text_tables import amount, counted, duration, table
 from isthmus._graph.private import OpOverload
-from isthmus._runtime import counters, files
+from isthmus._runtime import counters, files, placement
+from isthmus._runtime.collectives import Collective, collectives
 from isthmus._runtime.compiler import Executable
-from isthmus._runtime.user_frames import Place, user_place
+from isthmus._runtime.user_frames import Place, place_in, user_place
 from isthmus.errors import first_line
 
 if TYPE_CHECKING:
@@ -145,6 +145,10 @@ class Explanation:
         """Return the optimized HLO of every executable."""
         return _joined("//", [(made.name, made.hlo()) for made in self.compiled])
 
+    def collectives(self) -> list[Collective]:
+        """Return where devices of a mesh exchange data, by kind and line, those that move most bytes first."""
+        return collectives(self.hlo())
+
     def graph(self) -> str:
         """Return every graph as Python."""
         return _joined("#", [(graph.name, graph.text()) for graph in self.graphs])
@@ -176,6 +180,7 @@ class Explanation:
     def __str__(self) -> str:
         sections = [
             ("programs", table(PROGRAM_TITLES, program_rows(self), right=range(1, 7))),
+            ("collectives, bytes of results on one device", table([], collective_rows(self), right=(1, 2))),
             ("nodes outside, because nothing compiles them", table([], fallback_rows(self))),
             ("graph breaks", table([], break_rows(self))),
             ("ran on the CPU", table([], [[op, f"{times:,}"] for op, times in self.on_cpu.items()])),
@@ -185,6 +190,14 @@ class Explanation:
             if body:
                 lines += ["", title, *(f"  {line}" for line in body)]
         return "\n".join(lines)
+
+
+def collective_rows(explanation: Explanation) -> list[list[str]]:
+    """Return the collectives for a table."""
+    if placement.home is None:
+        return []
+    rows = explanation.collectives()
+    return [[row.kind, f"{row.count:,}", amount(row.bytes, "B"), row.line] for row in rows]
 
 
 def explained(
@@ -242,7 +255,9 @@ def _graph(clusters: Clusters, compilations: Sequence[compile_log.Compilation]) 
     for node in nodes:
         if node.meta[_ID] not in owner:
             owner[node.meta[_ID]] = len(steps)
-            steps.append(Outside(operation(node), reasons.get(node), _place(node)))
+            steps.append(
+                Outside(operation(node), reasons.get(node), place_in(node.meta.get("stack_trace") or ""))
+            )
     order = _ordered({node: owner[node.meta[_ID]] for node in nodes})
     return Graph(clusters.name, tuple(steps[at] for at in order), clusters.module)
 
@@ -285,11 +300,6 @@ def operation(node: Node) -> str:
     """Return the name of what a node calls."""
     target: Any = node.target.op if isinstance(node.target, Keyed) else node.target
     return str(target) if isinstance(target, OpOverload) else getattr(target, "__name__", str(target))
-
-
-def _place(node: Node) -> Place | None:
-    frames = re.findall(r'File "(.+)", line (\d+)', node.meta.get("stack_trace") or "")
-    return user_place([(file, int(line)) for file, line in frames])
 
 
 def _compiled(name: str, executable: Executable) -> Compiled:

@@ -48,7 +48,7 @@ def optimise(graph: FxGraph) -> None:
                 continue
             before = str(graph) if config.current.log == "passes" else ""
             if mirror.apply(rule) and before:
-                log_change("joint", each, before, graph)
+                log_change("joint", each.name, before, graph)
     graph.eliminate_dead_code()
 
 

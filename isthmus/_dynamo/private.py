@@ -136,6 +136,7 @@ def parameter_places() -> set[int]:
     return set() if metadata is None else set(metadata.static_input_indices)
 
 
+@optional("a JAX function inside a compiled one breaks its graph", lambda function: function)
 def nonstrict_trace(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that Dynamo puts into its graph by what it does to tensors, not by its Python code."""
     import torch._dynamo

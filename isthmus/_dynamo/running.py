@@ -17,8 +17,7 @@ from isthmus._device.core.buffer import buffer_of
 from isthmus._device.core.slots import TensorSlot
 from isthmus._dynamo import compile_log, dlpack
 from isthmus._dynamo.specialization import SavedSlot, Specialization
-from isthmus._program import runner
-from isthmus._program.program import CompiledProgram
+from isthmus._program import runner, staged
 
 
 class Run:
@@ -32,7 +31,7 @@ class Run:
         self.others = [at for at in range(len(one.inputs)) if at not in self.state]
         self.kept = [at for at in one.targets if one.index(at) in self.state]
         self.targets = [at for at in one.targets if at not in self.kept]
-        self.wrap = one.returns.wrapper()
+        self.wrap = one.returns.wrapper(self.shardings)
         slots = zip(one.local, one.slots, strict=True)
         tensors = [here for here, slot in slots if isinstance(slot, (TensorSlot, SavedSlot))]
         self.foreign, self.checked = not all(tensors), bool(self.program.checks.errors)
@@ -43,9 +42,15 @@ class Run:
         self.quick: Callable[..., Any] | None = None
 
     @property
-    def program(self) -> CompiledProgram:
+    def program(self) -> staged.Program:
         """The program of the next run."""
         return self.residences.program
+
+    @property
+    def shardings(self) -> list[Any] | None:
+        """How the new storages are split, which follow the results that are written; None on one device."""
+        shardings = self.program.result_shardings
+        return None if shardings is None else shardings[len(self.targets) :]
 
     def __call__(self, args: list[Any], sources: list[Any]) -> Any:
         """Run one call; ``args`` is emptied."""

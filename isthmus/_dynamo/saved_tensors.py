@@ -47,6 +47,14 @@ class Contents:
     parts: tuple[Part, ...]
     traced, nbytes = False, 0
 
+    def split(self, shardings: Sequence[Any]) -> Contents:
+        """Return the same contents with arrays that are split like this."""
+        pairs = zip(self.arrays, shardings, strict=True)
+        return Contents(
+            tuple([Signature.intern(a.shape, a.dtype, sharding=sharding) for a, sharding in pairs]),
+            self.parts,
+        )
+
     @property
     def shape(self) -> Any:
         """Refuse to be read by an op."""

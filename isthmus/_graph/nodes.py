@@ -41,13 +41,15 @@ class Leaf:
     """Something a program is given: the ``index``-th array, number, offset or draw of its trace.
 
     An ``array`` is a tensor. A ``number`` is of the Python type ``number``. An ``offset`` is an int that says where
-    a view starts. A ``draw`` is four 32-bit words from which an op makes its random numbers.
+    a view starts. A ``draw`` is four 32-bit words from which an op makes its random numbers. ``sharding`` is how an
+    array is split over a mesh, None where it is not (``_runtime/placement.py``).
     """
 
     kind: str
     index: int
     type: Type
     number: Any = float
+    sharding: Any = None
 
 
 @dataclass(frozen=True)
@@ -165,9 +167,9 @@ def exact(value: Any) -> Any:
     return (type(value), repr(value)) if isinstance(value, (bool, float, complex)) else value
 
 
-def leaf(kind: str, index: int, type: Type, number: Any = float) -> Node:
+def leaf(kind: str, index: int, type: Type, number: Any = float, sharding: Any = None) -> Node:
     """Return the one node of a leaf."""
-    key = Leaf(kind, index, type, number)
+    key = Leaf(kind, index, type, number, sharding)
     return _leaves.get(key) or _leaves.setdefault(key, Node(key, ()))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from isthmus import config
 from isthmus._device.core import donation, generator, mode
-from isthmus._device.core.buffer import Buffer
+from isthmus._device.core.buffer import Buffer, Signature
 from isthmus._device.core.resident_state import Residence
 from isthmus._device.core.views import attach_to
 from isthmus._device.torch_glue.private import empty_tensor, restride
@@ -26,7 +26,7 @@ from isthmus._lazy.record_checks import ApiWatch, OpWatch
 from isthmus._lazy.trace import trace
 from isthmus._program import runner
 from isthmus._program.program import STATELESS, StateLayout
-from isthmus._runtime import counters
+from isthmus._runtime import counters, placement
 from isthmus._runtime.user_frames import user_line
 from isthmus.errors import JitError
 
@@ -155,7 +155,7 @@ class Capture:
         self.results = [self._result(t, flat, at, born) for t in result]
         self._find_draws(start)
         self.reason = self.reason or self._why_not()
-        self._first_run(wanted, live)()
+        self._first_run(wanted, live, programs.shardings_of([*live, *extra]))()
         self._check_graphs(result)
         given = [t.detach() if _is_ours(t) and t.grad_fn is not None else t for t in result]
         return tree_unflatten(given, self.spec)
@@ -288,14 +288,16 @@ class Capture:
                 "backward() inside the function, return result.detach(), or call it under torch.no_grad()"
             )
 
-    def _first_run(self, wanted: tuple[Node, ...], live: list[Buffer]) -> Callable[[], None]:
+    def _first_run(
+        self, wanted: tuple[Node, ...], live: list[Buffer], shardings: programs.Shardings
+    ) -> Callable[[], None]:
         """Compute what the recording left, give it to its buffers, and return how to check the conditions."""
         self.writes: list[tuple[int, int, str, Any]] = []
         if not wanted:
             self.complete = True
             return _nothing
-        family = programs.family_of(wanted)
-        self.order = [family.unique.index(node) for node in wanted]
+        family = programs.family_of(wanted, shardings)
+        self.order = family.order(wanted, shardings)
         state, results = self._state(family.graph, wanted)
         dying = programs.dying(family) - {leaf for leaf, _ in state.pairs} if self.donate else frozenset()
         program: Any = family.find(dying, state, results)
@@ -308,14 +310,14 @@ class Capture:
         def bind(results: Sequence[Any]) -> None:
             for place, n, _, _ in self.writes:
                 if n < len(live):
-                    live[n].held = results[place]
+                    live[n].compute(results[place])
             self.complete = True
 
         try:
             residence.begin(donation.own(whole), bundles)
-            arrays, draws = [trace.arrays[at] for at in program.slots], trace.draws[: program.draws]
+            arrays = [trace.arrays[at] for at in program.slots]
             outputs = runner.run(
-                program, arrays, bind, constants=self.constants, draws=draws, residence=residence
+                program, arrays, bind, constants=self.constants, draws=trace.draws, residence=residence
             )
         except BaseException:
             if not self.complete:
@@ -345,10 +347,18 @@ class Capture:
         state = {id(self.sources[leaf][1]) for leaf in program.packing.inputs}
         places = program.places
         self.writes = [
-            (places[self.order[n]], n, kind, target)
+            (places[self.order[n]], n, kind, self._computed(program, n) if kind == "new" else target)
             for n, (kind, target) in enumerate(self.targets)
             if kind != "buffer" or id(target) not in state
         ]
+
+    def _computed(self, program: Any, n: int) -> Signature:
+        """Return the signature of a new buffer; where XLA was to choose how it is split, it has."""
+        signature: Signature = self.targets[n][1]
+        if signature.sharding is not placement.OPEN:
+            return signature
+        sharding = program.result_shardings[program.results.index(self.order[n])]
+        return Signature.intern(signature.shape, signature.dtype, sharding=sharding)
 
     def _residence(self) -> Residence:
         """Return where the state is; there is one set of buffers."""
@@ -363,7 +373,7 @@ class Capture:
 
     def run(self, flat: list[Any]) -> Any:
         """Do what the recording did, on these arguments."""
-        draws = self._draw()
+        draws = self._draw()  # also where no program reads them: the generator moves on
         if self.residences is None:
             return self._given(self._write((), flat), flat)
         new: dict[int, Buffer] = {}
@@ -374,7 +384,7 @@ class Capture:
             [_source(kind, source, flat) for kind, source in self.inputs],
             lambda results: new.update(self._write(results, flat)),
             constants=self.constants,
-            draws=draws[: program.draws],
+            draws=draws,
             residence=residence,
         )
         counters.count("replays")

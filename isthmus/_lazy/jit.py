@@ -21,6 +21,7 @@ from isthmus._graph.private import address_of, storage_of
 from isthmus._lazy.capture import REASON, Capture
 from isthmus._lazy.captured_objects import Roots
 from isthmus._lazy.trace import trace
+from isthmus._runtime import placement
 from isthmus.errors import JitError
 
 _KEYS = 64
@@ -151,4 +152,5 @@ def _torch_state() -> tuple[Any, ...]:
         torch.get_float32_matmul_precision(),
         torch.is_autocast_enabled("jax"),
         torch.get_autocast_dtype("jax"),
+        placement.home,
     )

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,8 +77,15 @@ class Evaluated:
     nodes: list[Node]
 
 
-def run(graph: Graph, values: Sequence[Any], differentiable: bool = False) -> Evaluated:
+def run(
+    graph: Graph,
+    values: Sequence[Any],
+    differentiable: bool = False,
+    lines: Mapping[Node, str] | None = None,
+) -> Evaluated:
     """Compute a graph; ``differentiable`` says that JAX may differentiate the result.
+
+    ``lines`` are names for nodes in what XLA says of the program, the lines of user code that they come from.
 
     A write to part of a storage keeps the bits of NaNs it does not replace, which has no derivative; where JAX may
     differentiate, plain writes are used instead.
@@ -92,7 +99,9 @@ def run(graph: Graph, values: Sequence[Any], differentiable: bool = False) -> Ev
     def call(node: Node, inputs: list[Any]) -> Any:
         assert isinstance(node.call, Call)
         try:
-            result = run_call(node.call, inputs, differentiable)
+            line = lines.get(graph.origins.get(node, node)) if lines else None
+            with jax.named_scope(line) if line else contextlib.nullcontext():
+                result = run_call(node.call, inputs, differentiable)
             _check(node.call, result, used.get(node))
         except CallFailure:
             raise

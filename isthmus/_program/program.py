@@ -39,13 +39,16 @@ from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import Leaf, Node, Type
 from isthmus._ops.common import Number
 from isthmus._program import evaluate
-from isthmus._runtime import compiler
+from isthmus._program.evaluate import CallFailure
+from isthmus._runtime import compiler, placement
 from isthmus._runtime.dtypes import to_jax_dtype
 from isthmus._runtime.host_arrays import from_numpy
+from isthmus._runtime.placement import Sharding
 from isthmus._runtime.traced_results import separated
 
 Array = jax.Array
 Places = int | tuple[int, ...]
+_NONE: Mapping[int, Sharding] = {}
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,9 @@ class CompiledProgram:
         results: outputs to return after the state, in order; a tuple of outputs is one result.
         state: which leaves stay with the program.
         donate: positions in ``slots`` whose memory the results may take.
+        shardings: with a mesh, how array leaves are split, by index; those left out are at home.
+        constraints: with a mesh, how outputs must be split, by number; XLA chooses for those left out.
+        lines: with a mesh, the lines of user code that nodes come from; collectives are listed by them.
         constants: values of the offsets that are compiled in, by index; ``moving`` are the other offsets.
         differentiable: whether JAX may differentiate through the program.
     """
@@ -98,6 +104,9 @@ class CompiledProgram:
         *,
         state: StateLayout = STATELESS,
         donate: Sequence[int] = (),
+        shardings: Mapping[int, Sharding] = _NONE,
+        constraints: Mapping[int, Sharding] = _NONE,
+        lines: Mapping[Node, str] | None = None,
         constants: Mapping[int, int] | None = None,
         moving: Sequence[int] = (),
         differentiable: bool = False,
@@ -111,6 +120,9 @@ class CompiledProgram:
             results,
             state=state,
             donate=donate,
+            shardings=shardings,
+            constraints=constraints,
+            lines=lines,
             constants=constants,
             moving=moving,
             differentiable=differentiable,
@@ -118,7 +130,8 @@ class CompiledProgram:
             title=title,
         )
         leaves = [n.call for n in graph.inputs if isinstance(n.call, Leaf)]
-        kinds = {at: (type.size, to_jax_dtype(type.dtype)) for at, type in arrays.items()}
+        kinds = {at: (type.size, to_jax_dtype(type.dtype), shardings.get(at)) for at, type in arrays.items()}
+        self._constraints, self._lines = constraints, lines
         self.graph, self.slots, self.results, self.state = graph, tuple(slots), tuple(results), state
         self.packing = Packing(state.pairs, kinds, state.bundled)
         self.constant_offsets, self.moving = dict(constants or {}), list(moving)
@@ -129,7 +142,11 @@ class CompiledProgram:
         count = len(self.packing)
         donated = (*range(count), *[count + at for at in self.donated])
         arrays_of, extras = separated(self._trace)
-        self.executable = compiler.build(arrays_of, self._examples(kinds), donated, options, title)
+        try:
+            self.executable = compiler.build(arrays_of, self._examples(kinds), donated, options, title)
+        except CallFailure as failure:
+            # Named by the node that was recorded, not by what passes made of it.
+            raise CallFailure(graph.origins.get(failure.node, failure.node), failure.cause) from failure.cause
         self.call = self.executable.call
         self.checks = CheckedConditions(*extras[-1])
         self.nothing_failed = self.checks.before()
@@ -140,13 +157,13 @@ class CompiledProgram:
         def example(places: Places) -> Any:
             if isinstance(places, tuple):
                 return tuple(example(place) for place in places)
-            return jax.ShapeDtypeStruct(*kinds[places])
+            return placement.example(*kinds[places])
 
         rest: list[Any] = [((n,), to_jax_dtype(dtype)) for dtype, n in self.numbers.items()]
         rest += [((len(self.moving),), np.dtype(np.int64))] if self.moving else []
         rest += [((self.draws, 4), np.dtype(np.uint32))] if self.draws else []
         rest += [((), np.dtype(np.int32))]
-        state = [jax.ShapeDtypeStruct(*kind) for kind in self.packing.examples()]
+        state = [placement.example(*kind) for kind in self.packing.examples()]
         return [*state, *map(example, self.slots), *[jax.ShapeDtypeStruct(*kind) for kind in rest]]
 
     def _trace(self, *inputs: Any) -> tuple[tuple[Any, ...], tuple[list[Any], list[Node]]]:
@@ -171,8 +188,10 @@ class CompiledProgram:
             return offsets[leaf.index] if leaf.index in offsets else self.constant_offsets[leaf.index]
 
         values = [value_of(n.call) for n in self.graph.inputs if isinstance(n.call, Leaf)]
-        run = evaluate.run(self.graph, values, self._differentiable)
-        outputs = run.outputs
+        run = evaluate.run(self.graph, values, self._differentiable, self._lines)
+        outputs = list(run.outputs)
+        for at, sharding in self._constraints.items():
+            outputs[at] = placement.constrain(outputs[at], sharding)
 
         def result(places: Places) -> Any:
             return tuple(outputs[at] for at in places) if isinstance(places, tuple) else outputs[places]
@@ -181,6 +200,22 @@ class CompiledProgram:
         origins = [self.graph.origins.get(node, node) for node in run.nodes]
         # State first: XLA gives donated memory to the first result that fits it.
         return (*self.packing.pack(outputs), *map(result, self.results), *code), (run.checks.errors, origins)
+
+    @property
+    def executables(self) -> list[compiler.Executable]:
+        """What XLA made: one here, one for each distinct stage of a ``StagedProgram``."""
+        return [self.executable]
+
+    @property
+    def result_shardings(self) -> list[Any] | None:
+        """Return how each result is split, a tuple for one that is a tuple; None on one device."""
+        if self.executable.shardings is None:
+            return None
+        flat = iter(self.executable.shardings[len(self.packing) :])
+        return [
+            tuple([next(flat) for _ in places]) if isinstance(places, tuple) else next(flat)
+            for places in self.results
+        ]
 
     def unbundled(self) -> CompiledProgram:
         """Return the same program with every array of its state on its own."""
@@ -209,7 +244,7 @@ class CompiledProgram:
 
     def arguments(self, arrays: list[Array], constants: Sequence[Any], draws: Sequence[Any]) -> list[Any]:
         """Return the arguments of ``call`` after the state."""
-        words = [np.stack(draws)] if self.draws else []
+        words = [np.stack(draws[: self.draws])] if self.draws else []
         return [*arrays, *constants, *words, self.checks.before()]
 
     def report(

@@ -19,6 +19,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Imports point down this list, or stay on their line; everything not named here is public and comes first.
 ORDER = [
     {"public"},
+    {"_distributed"},
     {"_export", "_interop", "_parallel"},
     {"_dynamo", "_lazy"},
     {"_program"},

@@ -118,7 +118,7 @@ def _exchange(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> None:
         buffer.held = changed.held
     after = changed.signature
     # Of a storage that was changed shorter, others may show more than it has now.
-    buffer.signature = Signature.intern(after.shape, after.dtype, after.traced, before.shrunk)
+    buffer.signature = Signature.intern(after.shape, after.dtype, after.traced, before.shrunk, after.sharding)
 
 
 def set_tensor_(self: Tensor, source: Tensor) -> Tensor:

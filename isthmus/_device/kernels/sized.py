@@ -22,7 +22,7 @@ from isthmus._device.core.plan_cache import Generations
 from isthmus._graph.private import OpOverload
 from isthmus._graph.schema import functional_of, schema_of
 from isthmus._ops.registry import registry
-from isthmus._runtime import compiler
+from isthmus._runtime import compiler, placement
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
 from isthmus._runtime.user_frames import warn_user
 from isthmus.errors import IsthmusError
@@ -89,7 +89,7 @@ class SizedKernel:
         return wrap_strided(array, (count, dims), (1, max(count, 1)), to_torch_dtype(array.dtype))
 
     def _program(self, size: Any, names: list[str], arrays: list[Any], arguments: dict[str, Any]) -> Any:
-        key = (size, *[(a.shape, a.dtype) for a in arrays], repr(arguments))
+        key = (size, *[(a.shape, a.dtype, placement.sharding_of(a)) for a in arrays], repr(arguments))
         program = self.generations.young.get(key)
         if program is not None:
             return program

@@ -131,7 +131,9 @@ def _replace(storage: Any, data: Any) -> None:
     held.rebind(from_numpy(data.view(dtype).reshape(shape if same else -1)))
     if data.nbytes < before:
         signature = held.signature
-        held.signature = type(signature).intern(signature.shape, dtype, signature.traced, shrunk=True)
+        held.signature = type(signature).intern(
+            signature.shape, dtype, signature.traced, True, signature.sharding
+        )
 
 
 def _resize_(storage: Any, size: int) -> Any:
