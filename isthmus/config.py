@@ -162,8 +162,8 @@ def xla_flags() -> str:
 
 def cluster() -> dict[str, str]:
     """Return what a launcher of several processes put into the environment: torchrun, SLURM, Open MPI, Cloud TPU."""
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri")
-    names += ("TPU_WORKER_HOSTNAMES", "MEGASCALE_COORDINATOR_ADDRESS")
+    names = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri"]
+    names += ["TPU_WORKER_HOSTNAMES", "MEGASCALE_COORDINATOR_ADDRESS"]
     return {name: os.environ[name] for name in names if name in os.environ}
 
 

@@ -220,17 +220,17 @@ def _backward_reaches_device() -> bool:
 
 def _serve_accelerator() -> None:
     """Answer what ``torch.accelerator`` asks C++ for, where a device in Python has nothing to register."""
-    from isthmus._device.torch_glue import torch_jax
+    from isthmus._device.torch_glue import device_memory, torch_jax
 
     for name, ours in {
         # False lets torch answer by itself that nothing is allocated, without loading JAX.
         "_accelerator_isAllocatorInitialized": lambda: "isthmus._device.kernels.register" in sys.modules,
-        "_accelerator_emptyCache": torch_jax.empty_cache,
-        "_accelerator_emptyHostCache": torch_jax.empty_host_cache,
-        "_accelerator_getDeviceStats": torch_jax.memory_stats,
-        "_accelerator_resetAccumulatedStats": torch_jax.reset_accumulated_memory_stats,
-        "_accelerator_resetPeakStats": torch_jax.reset_peak_memory_stats,
-        "_accelerator_getMemoryInfo": torch_jax.get_memory_info,
+        "_accelerator_emptyCache": device_memory.empty_cache,
+        "_accelerator_emptyHostCache": device_memory.empty_host_cache,
+        "_accelerator_getDeviceStats": device_memory.memory_stats,
+        "_accelerator_resetAccumulatedStats": device_memory.reset_accumulated_memory_stats,
+        "_accelerator_resetPeakStats": device_memory.reset_peak_memory_stats,
+        "_accelerator_getMemoryInfo": device_memory.get_memory_info,
         "_accelerator_getDeviceCapability": torch_jax.get_device_capability,
         "_accelerator_synchronizeDevice": torch_jax.synchronize,
     }.items():
