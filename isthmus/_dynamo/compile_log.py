@@ -7,21 +7,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from isthmus._runtime import compiler
-
 if TYPE_CHECKING:
     from isthmus._dynamo.clusters import Clusters
     from isthmus._dynamo.specialization import Specialization
     from isthmus._program import staged
+    from isthmus._program.program import CompiledProgram
 
 
 @dataclass(frozen=True)
 class Compilation:
-    """One executable: the name of its program, its graph, and what XLA made of it."""
+    """One compiled program, its name, and the FX graph it was made from."""
 
     name: str
     module: Any
-    executable: compiler.Executable
+    made: CompiledProgram
 
 
 @dataclass(eq=False)
@@ -57,6 +56,6 @@ def compile(specialization: Specialization) -> staged.Program:
     made = specialization.compile()
     program = specialization.program
     for record in _listeners:
-        for executable in made.executables:
-            record.compilations.append(Compilation(program.name, program.module, executable))
+        for part in made.parts:
+            record.compilations.append(Compilation(program.name, program.module, part))
     return made

@@ -148,6 +148,11 @@ def call_of(
     return _calls.get(key) or _calls.setdefault(key, Call(op, named, *parts))
 
 
+def numbered(args: Iterable[Any]) -> dict[str, Any]:
+    """Return the arguments of a Python function by the names they have in a call."""
+    return {str(n): value for n, value in enumerate(args)}
+
+
 def canonical(op: Any, arguments: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     """Return the arguments that are not at their defaults, in the schema's order, lists as tuples."""
     overload = isinstance(op, OpOverload)

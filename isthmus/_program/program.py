@@ -25,7 +25,7 @@ is complete when ``__init__`` returns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -63,6 +63,17 @@ STATELESS = StateLayout()
 NO_LINES: Mapping[Node, str] = {}
 
 
+def _alone(graph: Graph) -> Any:
+    """Return None: without groups of ``torch.distributed`` every graph is a program of this process."""
+
+
+across = _alone
+"""Returns what compiles and runs a graph over several processes, None for a graph without collectives.
+
+``_distributed/compiled_collectives.py``, which is above this folder, puts its own function here.
+"""
+
+
 class CheckedConditions(Conditions):
     """Value checks whose errors name the line that recorded the op, where it is known."""
 
@@ -93,6 +104,7 @@ class CompiledProgram:
         lines: with a mesh, the lines of user code that nodes come from; collectives are listed by them.
         constants: values of the offsets that are compiled in, by index; ``moving`` are the other offsets.
         differentiable: whether JAX may differentiate through the program.
+        build: what compiles the traced function; for symbolic sizes it is traced and compiled later.
     """
 
     def __init__(
@@ -110,6 +122,7 @@ class CompiledProgram:
         constants: Mapping[int, int] | None = None,
         moving: Sequence[int] = (),
         differentiable: bool = False,
+        build: Callable[..., Any] = compiler.build,
         options: Mapping[str, Any] | None = None,
         title: str = "a program",
     ) -> None:
@@ -126,6 +139,7 @@ class CompiledProgram:
             constants=constants,
             moving=moving,
             differentiable=differentiable,
+            build=build,
             options=options,
             title=title,
         )
@@ -142,8 +156,10 @@ class CompiledProgram:
         count = len(self.packing)
         donated = (*range(count), *[count + at for at in self.donated])
         arrays_of, extras = separated(self._trace)
+        spread = across(graph)
+        build = build if spread is None else spread.build
         try:
-            self.executable = compiler.build(arrays_of, self._examples(kinds), donated, options, title)
+            self.executable = build(arrays_of, self._examples(kinds), donated, options, title)
         except CallFailure as failure:
             # Named by the node that was recorded, not by what passes made of it.
             raise CallFailure(graph.origins.get(failure.node, failure.node), failure.cause) from failure.cause
@@ -202,9 +218,9 @@ class CompiledProgram:
         return (*self.packing.pack(outputs), *map(result, self.results), *code), (run.checks.errors, origins)
 
     @property
-    def executables(self) -> list[compiler.Executable]:
-        """What XLA made: one here, one for each distinct stage of a ``StagedProgram``."""
-        return [self.executable]
+    def parts(self) -> list[CompiledProgram]:
+        """What XLA compiled apart: the program itself, or each distinct stage of a ``StagedProgram``."""
+        return [self]
 
     @property
     def result_shardings(self) -> list[Any] | None:

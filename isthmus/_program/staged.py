@@ -90,11 +90,6 @@ class StagedProgram:
             for n, (_, inputs) in enumerate(self._calls)
         ]
 
-    @property
-    def executables(self) -> list[Any]:
-        """The executables of the distinct stages."""
-        return [part.executable for part in self.parts]
-
     def call(self, *inputs: Any) -> Sequence[Any]:
         """Run the stages on an array for each slot and the codes of the value checks."""
         *given, codes = inputs

@@ -20,7 +20,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ORDER = [
     {"public"},
     {"_distributed"},
-    {"_export", "_interop", "_parallel"},
+    {"_export", "_interop"},
     {"_dynamo", "_lazy"},
     {"_program"},
     {"_device"},

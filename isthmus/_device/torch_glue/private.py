@@ -158,6 +158,11 @@ def carried(key: str) -> Any:
     return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
 
 
+def work_of_future(future: torch.futures.Future[Any]) -> Any:
+    """Return the work of torch.distributed that ends with a future, for C++ as well."""
+    return torch._C._distributed_c10d._create_work_from_future(future)  # type: ignore[attr-defined]
+
+
 @optional("signals are taken to interrupt autograd's threads", lambda: True)
 def runs_backward_here() -> bool:
     """Return whether the thread that calls backward runs it, rather than a thread of autograd's."""

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from _isthmus_autoload import make_room, rival
+from _isthmus_autoload import create_process_group, make_room, rival
 from isthmus._device.torch_glue import patches, private
 from isthmus._upstream import DRIFT, not_available, require_jax, warn_if_unchecked
 from isthmus.errors import RegistrationError
@@ -67,6 +67,7 @@ def register() -> None:
         torch.set_autocast_dtype("jax", torch.bfloat16)
         scripted.install_loading()
         _serve_accelerator()
+        _serve_process_groups()
         _warn_of_rival()
 
 
@@ -235,6 +236,13 @@ def _serve_accelerator() -> None:
         "_accelerator_synchronizeDevice": torch_jax.synchronize,
     }.items():
         patches.replace("torch._C", name, functools.partial(_instead, ours))
+
+
+def _serve_process_groups() -> None:
+    """Let ``init_process_group()`` find a backend for the device; the group itself is loaded when one is made."""
+    if torch.distributed.is_available():
+        backends = torch.distributed.Backend
+        backends.register_backend("jax", create_process_group, extended_api=True, devices=["jax", "cpu"])
 
 
 def _instead(ours: Any, theirs: Any) -> Any:
