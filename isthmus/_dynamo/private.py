@@ -252,13 +252,6 @@ def _adds_nothing(meta: Any) -> bool:
     ) and all(plain)
 
 
-def aot_autograd() -> Any:
-    """Return torch's maker of backends that get functional graphs of forward and backward; docs of torch name it."""
-    from torch._dynamo.backends.common import aot_autograd
-
-    return aot_autograd
-
-
 @optional("calls that the CPU's kernels refuse may be compiled", contextlib.nullcontext)
 def without_modes() -> Any:
     """Return a guard under which calls are not traced: the modes of AOTAutograd would see them."""

@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from isthmus._device.torch_glue import patches
 from isthmus._graph.private import OpOverload
