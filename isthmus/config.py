@@ -162,9 +162,14 @@ def xla_flags() -> str:
 
 def cluster() -> dict[str, str]:
     """Return what a launcher of several processes put into the environment: torchrun, SLURM, Open MPI, Cloud TPU."""
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri")
-    names += ("TPU_WORKER_HOSTNAMES", "MEGASCALE_COORDINATOR_ADDRESS")
-    return {name: os.environ[name] for name in names if name in os.environ}
+    torchrun = ["RANK", "WORLD_SIZE", "MASTER_ADDR"]
+    others = [
+        "SLURM_JOB_ID",
+        "OMPI_MCA_orte_hnp_uri",
+        "TPU_WORKER_HOSTNAMES",
+        "MEGASCALE_COORDINATOR_ADDRESS",
+    ]
+    return {name: os.environ[name] for name in [*torchrun, *others] if name in os.environ}
 
 
 @dataclass(frozen=True)
