@@ -62,6 +62,8 @@ def hand_written(model: nn.Module, x: Tensor, y: Tensor, mesh: Any, split: bool)
     batch = [jax.device_put(t.numpy(), rows) for t in (x, y)]
 
     def loss(p: dict[str, jax.Array], x: jax.Array, y: jax.Array) -> jax.Array:
+        # FSDP gathers weights; left alone, XLA moves whatever is smaller, which here are the activations.
+        p = {k: jax.lax.with_sharding_constraint(v, NamedSharding(mesh, P())) for k, v in p.items()}
         for n in range(LAYERS):
             centred = x - x.mean(-1, keepdims=True)
             h = centred * jax.lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
