@@ -108,6 +108,18 @@ class Settings:
         choices=("off", "passes"),
         variable="ISTHMUS_LOG",
     )
+    shapes: str = _settings.setting(
+        "exact",
+        "What lazy mode compiles for sizes that change: a program per size, or, from the second size of a graph on, "
+        "programs for ranges of sizes on padded arrays.",
+        choices=("exact", "auto", "ranges"),
+        variable="ISTHMUS_SHAPES",
+    )
+    buckets: int = _settings.setting(
+        4,
+        "How many padded sizes there are between a power of two and the next, for programs that serve a range.",
+        variable="ISTHMUS_BUCKETS",
+    )
     lines: str = _settings.setting(
         "off",
         "Whether lazy mode notes the line of your code that recorded each op, for errors and printed graphs.",
@@ -162,14 +174,25 @@ def xla_flags() -> str:
 
 def cluster() -> dict[str, str]:
     """Return what a launcher of several processes put into the environment: torchrun, SLURM, Open MPI, Cloud TPU."""
-    torchrun = ["RANK", "WORLD_SIZE", "MASTER_ADDR"]
-    others = [
-        "SLURM_JOB_ID",
-        "OMPI_MCA_orte_hnp_uri",
-        "TPU_WORKER_HOSTNAMES",
+    names = (
+        "RANK", "WORLD_SIZE", "MASTER_ADDR", "SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri", "TPU_WORKER_HOSTNAMES",
         "MEGASCALE_COORDINATOR_ADDRESS",
-    ]
-    return {name: os.environ[name] for name in [*torchrun, *others] if name in os.environ}
+    )  # fmt: skip
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What ``torchrun`` says about this process: its place on the host, and the address of the first host."""
+
+    local_rank: int | None
+    address: str | None
+
+
+def launch() -> Launch:
+    """Return what the launcher of this process put into the environment."""
+    rank = os.environ.get("LOCAL_RANK", "")
+    return Launch(int(rank) if rank.isdecimal() else None, os.environ.get("MASTER_ADDR") or None)
 
 
 @dataclass(frozen=True)

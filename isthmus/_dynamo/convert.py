@@ -1,16 +1,20 @@
 """FX graphs become ``Graph``s here, at the door: everything behind it is what lazy mode compiles too.
 
-AOTAutograd hands over functional FX graphs whose nodes carry fake tensors. ``Conversion(...)`` walks one for the sizes
-of one call and makes ``_graph`` nodes of it, without running anything::
+AOTAutograd and ``torch.export`` hand over functional FX graphs whose nodes carry fake tensors. ``Conversion`` walks one
+for the sizes of one call, or for symbolic ones, and makes ``_graph`` nodes of it, without running anything::
 
     conversion = Conversion(module, symbols, arguments, storages)
     conversion.values[node]     # the Graph node of an FX node; or a size, a number, None; or a list of these
+    conversion.results          # the same for what the graph returns
     conversion.written          # the new value of each placeholder that a trailing ``copy_`` writes to
     conversion.effects          # nodes that only check values: outputs of the graph that nobody returns
 
-What differs between the two forms is settled here, so that no pass and no evaluator has to know FX:
+``specialization.py`` and ``_export/trace.py`` convert whole graphs; sub-graphs are converted by the ``Conversion`` of
+the graph around. What differs between the two forms is settled here and in ``converters.py``, so that no pass and no
+evaluator has to know FX:
 
-- **Sizes.** The symbols in a graph's sizes are known once the arguments are, so arithmetic on sizes is done now.
+- **Sizes.** The symbols in a graph's sizes are known once the arguments are, so arithmetic on sizes is done now; with
+  the dimensions of an export it is JAX's arithmetic on dimensions.
 - **Views and storages.** ``as_strided`` reads the storage behind its argument, which FX leaves implicit: it becomes
   the calls of ``_graph/view_calls.py`` on the node of that storage.
 - **Writes.** ``copy_`` to a placeholder is recorded in ``written``.
@@ -33,28 +37,24 @@ import jax
 import numpy as np
 import torch
 from torch import Tensor
-from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 
 from isthmus._device.core.host_tensors import array_from_cpu
 from isthmus._device.core.transfers import array_of
-from isthmus._dynamo import flex_attention, higher_order, layout, refusals
+from isthmus._dynamo import converters, flex_attention, higher_order, layout, refusals
 from isthmus._dynamo.layout import Symbols
-from isthmus._dynamo.private import without_modes
 from isthmus._dynamo.random import Draw, Keyed, is_random
-from isthmus._dynamo.saved_tensors import KEEP, KEPT, lost
 from isthmus._dynamo.targets import COPIES, ON_DEVICE, NodeFailure, is_composite
-from isthmus._graph import view_calls
 from isthmus._graph.arguments import flatten
 from isthmus._graph.graph import Graph
-from isthmus._graph.layout import Spec, span
-from isthmus._graph.nodes import Call, Input, Item, Node, Type, call_of, leaf, node
+from isthmus._graph.layout import Spec
+from isthmus._graph.nodes import Call, Input, Item, Node, Type, call_of, leaf, node, numbered
 from isthmus._graph.passes import optimise
+from isthmus._graph.private import HigherOrderOperator, OpOverload
 from isthmus._graph.schema import PLACEMENT, schema_of
 from isthmus._ops.registry import lowering_of
 from isthmus._ops.tensors.views import VIEWS
-from isthmus._ops.value_checks import require
 from isthmus._program.evaluate import RULES, run_call
 from isthmus._program.flex_attention import Scatter
 from isthmus._runtime.compiler import scoped_x64
@@ -62,7 +62,6 @@ from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
 from isthmus.errors import ExportError, LoweringError, Unsupported
 
 _aten = torch.ops.aten
-_NUMBER = Type((), torch.int64)
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -186,64 +185,37 @@ class Conversion:
         if any(True for _ in _nodes_in([args, kwargs])) and target is not operator.getitem:
             if kwargs:
                 raise Unsupported(f"{target} with arguments by name")
-            return self.call(fx, target, args)
+            return self.call(fx, target, numbered(args))
         return _ON_SIZES.get(target, target)(*args, **kwargs)  # arithmetic on sizes, operator.getitem
 
     def _overload(self, fx: FxNode, op: OpOverload, args: list[Any], kwargs: dict[str, Any]) -> Any:
         # An exported graph may have sizes that are symbols, of which the CPU cannot be asked.
         if op not in VIEWS and self.mode != "export":
-            _refuse(op, args, kwargs)
+            refusals.check(op, args, kwargs)
         schema = schema_of(op)
         arguments = dict(zip([a.name for a in schema.arguments], args, strict=False)) | kwargs
         if op is _aten.scaled_dot_product_attention.default:
-            return self._attention(fx, op, **arguments)
+            return converters.attention(self, fx, op, **arguments)
         lowering = lowering_of(op)
         if op in ON_DEVICE or (lowering is None and op not in VIEWS and op not in RULES):
-            return self._on_device(fx, op, arguments)
+            return self.on_device(fx, op, arguments)
         if lowering is not None and lowering.size is not None and op not in RULES:
             raise Unsupported(f"{op} has no lowering with sizes known beforehand")
-        return self._call(fx, op, arguments)
+        return self.call(fx, op, arguments)
 
-    def _on_device(self, fx: FxNode, op: OpOverload, arguments: dict[str, Any]) -> Any:
+    def on_device(self, fx: FxNode, op: OpOverload, arguments: dict[str, Any]) -> Any:
         """Return a call of the device's own kernel, which looks at the strides of its arguments."""
         layouts = []
         for each in layout.tensor_nodes(fx):
             value = self.values[each]
             assert isinstance(value, Node)
             layouts.append(self.symbols.root_spec(each, value.type.size))
-        return self._call(fx, op, arguments, layouts=tuple(layouts))
-
-    def _attention(
-        self,
-        fx: FxNode,
-        op: OpOverload,
-        query: Node,
-        key: Node,
-        value: Node,
-        attn_mask: Node | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **rest: Any,
-    ) -> Any:
-        """Convert attention that torch left whole, in a sub-graph or to be exported, to the op that has a lowering."""
-        if dropout_p:
-            raise Unsupported("attention with dropout, where no draw is known")
-        q, k, v = query.type.size, key.type.size, value.type.size
-        named = {"query": query, "key": key, "value": value, "is_causal": is_causal}
-        heads = len(q) < 4 or q[1] == k[1] or rest.get("enable_gqa")
-        masked = 0 if attn_mask is None else len(attn_mask.type.size)
-        if len(q) not in (3, 4) or not len(q) == len(k) == len(v) >= masked or q[0] != k[0] or not heads:
-            # The rarer forms are the device's: it broadcasts and masks by ops of its own.
-            return self._on_device(fx, op, named | {"attn_mask": attn_mask, **rest})
-        named |= {"attn_bias": attn_mask, "scale": rest.get("scale")}
-        out: list[Type | None] = [Type((*q[:-1], v[-1]), query.type.dtype), *[None] * 8]
-        fused = _aten._scaled_dot_product_fused_attention_overrideable.default
-        return self._node(fused, named, out).results[0]
+        return self.call(fx, op, arguments, layouts=tuple(layouts))
 
     def _random(self, fx: FxNode, target: Keyed, args: list[Any], kwargs: dict[str, Any]) -> Any:
         schema = schema_of(target.op)
         arguments = dict(zip([a.name for a in schema.arguments], args[1:], strict=False)) | kwargs
-        return self._call(fx, target.op, arguments, draw=(args[0], target.index))
+        return self.call(fx, target.op, arguments, draw=(args[0], target.index))
 
     # ---- graphs inside this one
 
@@ -302,14 +274,10 @@ class Conversion:
         self, function: Any, args: Sequence[Any], types: Sequence[Type | None] | None = None
     ) -> list[Any]:
         """Return the results of a call of a function of arrays; where no types are given, they are found by tracing."""
-        made = self._node(function, _numbered(args), types)
+        made = self.node_of(function, numbered(args), types)
         return list(made.results) if len(made.types) != 1 else [made]
 
-    def call(self, fx: FxNode, function: Any, args: Sequence[Any]) -> Any:
-        """Return the results of a call of a function of arrays, in the structure torch gives them."""
-        return self._call(fx, function, _numbered(args))
-
-    def _call(
+    def call(
         self,
         fx: FxNode,
         op: Any,
@@ -319,15 +287,16 @@ class Conversion:
     ) -> Any:
         """Return the results of a call, in the structure torch gives them."""
         announced = fx.meta.get("val")
-        made = self._node(op, arguments, self._types(op, announced), draw, layouts)
-        if not self.infers:
-            _compare(op, made.types, announced)
+        types = self._types(op, announced)
+        made = self.node_of(op, arguments, types, draw, layouts)
+        if types is None and not self.infers:
+            _compare(fx, made.types, announced)
         # A number that a call computes stays an array (inside of a loop that counts).
         if announced is None or isinstance(announced, _NUMBERS):
             return made if len(made.types) == 1 else list(made.results)
         return self._structured(announced, iter(made.results or (made,)))
 
-    def _node(
+    def node_of(
         self,
         op: Any,
         arguments: Mapping[str, Any],
@@ -378,126 +347,8 @@ class Conversion:
             return result
         return self.symbols(announced) if isinstance(announced, torch.SymInt) else announced
 
-    # ---- ops that FX and Graph say differently
 
-    def _as_strided(
-        self, fx: FxNode, x: Any, size: Any, stride: Any, storage_offset: int | None = None
-    ) -> Any:
-        """Return the elements that strides find in the storage of the node that ``x`` is a view of."""
-        base = fx.args[0]
-        assert isinstance(base, FxNode)
-        root = layout.root_of(base)
-        if self.mode == "export" and _is_reshape(fx):
-            whole = self.values[root]
-            return node(view_calls.view(whole.type, tuple(size)), whole)
-        start = self.symbols(base.meta["val"].storage_offset() if storage_offset is None else storage_offset)
-        spec = Spec(tuple(size), tuple(stride), fx.meta["val"].dtype)
-        if root in self.storages:
-            return self._of_argument(root, spec, start)
-        if self.inside and root.op == "placeholder":
-            raise Unsupported("strides of an argument of a graph inside a graph")
-        whole = self.values[root]
-        storage = view_calls.chained(view_calls.store(self.symbols.root_spec(root, whole.type.size)), whole)
-        _check_bounds(storage, spec, start)
-        return view_calls.read_node(storage, spec, start=start)
-
-    def _of_argument(self, root: FxNode, spec: Spec, start: int) -> Node:
-        storage = self.storages[root]
-        # torch's fake tensor may start elsewhere in its storage than the argument does.
-        start -= self.symbols(root.meta["val"].storage_offset())
-        if storage.offset is None:
-            _check_bounds(storage.node, spec, start)
-            return view_calls.read_node(storage.node, spec, start=start)
-        offset = storage.offset
-        if start:
-            offset = node(call_of(operator.add, {"0": Input(0), "1": start}, [_NUMBER]), offset)
-        return view_calls.read_node(storage.node, spec, offset)
-
-    def _as_strided_scatter(
-        self, fx: FxNode, x: Node, src: Node, size: Any, stride: Any, storage_offset: int | None = None
-    ) -> Any:
-        """Return ``x`` with the elements that strides find in a storage of its layout replaced."""
-        base = fx.args[0]
-        assert isinstance(base, FxNode)
-        spec = self.symbols.root_spec(base, x.type.size)
-        storage = view_calls.chained(view_calls.store(spec), x)
-        view = Spec(tuple(size), tuple(stride), x.type.dtype)
-        _check_bounds(storage, view, storage_offset or 0)
-        written = view_calls.write_node(storage, view, src, start=storage_offset or 0)
-        return view_calls.read_node(written, spec)
-
-    def _copy(self, fx: FxNode, target: Node, source: Node, non_blocking: bool = False) -> Any:
-        """Record the new value of an argument of the graph, which the program will write there."""
-        place = fx.args[0]
-        if self.inside or self.mode == "export" or not isinstance(place, FxNode) or place.op != "placeholder":
-            raise Unsupported("a write to anything but an argument of the whole graph")
-        new = self._call(fx, _aten.copy.default, {"self": target, "src": source})
-        self.written[place] = new
-        return new
-
-    def _keep(self, fx: FxNode, values: list[Any]) -> Any:
-        return list(values)  # ``returns.py`` makes one result of them
-
-    def _kept(self, fx: FxNode, values: Any, index: int, *layout: Any) -> Any:
-        if not isinstance(values, list):
-            raise lost()
-        return values[index]
-
-    def _assert_async(self, fx: FxNode, value: Node, message: str = "Expected Tensor to be true") -> None:
-        self._effect(_asserting, value, RuntimeError, message)
-
-    def _assert_scalar(self, fx: FxNode, value: Any, message: str) -> None:
-        if not value:  # a condition on sizes, which are known
-            raise RuntimeError(message)
-
-    def _check_errors(self, fx: FxNode, info: Node, api_name: str, *, is_matrix: bool) -> None:
-        reason = "the input matrix is singular, not positive-definite, or the algorithm failed to converge"
-        self._effect(_succeeded, info, torch.linalg.LinAlgError, f"{api_name}: {reason}.")  # type: ignore[attr-defined]
-
-    def _effect(self, function: Any, value: Node, error: type[Exception], message: str) -> None:
-        """Add a call that requires something of a value, which must run though nothing reads its result."""
-        named = {"0": Input(0), "1": error, "2": message}
-        self.effects.append(node(call_of(function, named, [value.type]), value))
-
-    def _with_effects(self, fx: FxNode, token: Any, op: Any, *rest: Any, **kwargs: Any) -> Any:
-        """Convert an op torch keeps in its place by a token, which a program has no use for."""
-        if op not in _CONVERTERS:
-            raise Unsupported(f"the effect of {op}")
-        return [token, _CONVERTERS[op](self, fx, *rest, **kwargs)]
-
-    def _nothing(self, fx: FxNode, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: what torch asserted of sizes and layouts while it traced holds for this graph."""
-
-    def _sym_size(self, fx: FxNode, x: Node, dim: int) -> Any:
-        return x.type.size[dim]
-
-    def _sym_numel(self, fx: FxNode, x: Node) -> Any:
-        count = 1
-        for n in x.type.size:
-            count *= n
-        return count
-
-
-_CONVERTERS: dict[Any, Callable[..., Any]] = {
-    _aten.as_strided.default: Conversion._as_strided,
-    _aten.as_strided_scatter.default: Conversion._as_strided_scatter,
-    _aten.copy_.default: Conversion._copy,
-    _aten._assert_async.default: Conversion._assert_async,
-    _aten._assert_async.msg: Conversion._assert_async,
-    _aten._assert_scalar.default: Conversion._assert_scalar,
-    _aten._assert_tensor_metadata.default: Conversion._nothing,
-    _aten._linalg_check_errors.default: Conversion._check_errors,
-    _aten.sym_constrain_range.default: Conversion._nothing,
-    _aten.sym_constrain_range_for_size.default: Conversion._nothing,
-    _aten.sym_size.int: Conversion._sym_size,
-    _aten.sym_numel.default: Conversion._sym_numel,
-    torch.ops.higher_order.with_effects: Conversion._with_effects,
-    KEEP: Conversion._keep,
-    KEPT: Conversion._kept,
-    **higher_order.CONVERTERS,
-}
-
-
+_CONVERTERS: dict[Any, Callable[..., Any]] = {**converters.CONVERTERS, **higher_order.CONVERTERS}
 _ON_SIZES: dict[Any, Callable[..., Any]] = {
     torch.sym_max: jax.core.max_dim,
     torch.sym_min: jax.core.min_dim,
@@ -524,31 +375,6 @@ def is_lowered(fx: FxNode) -> bool:
     return not isinstance(target, HigherOrderOperator)
 
 
-def _check_bounds(storage: Node, spec: Spec, start: int) -> None:
-    """Raise where a view reaches outside of its storage: here, since a view that is returned is never computed."""
-    elements = storage.type.nbytes // spec.dtype.itemsize
-    if not 0 <= start <= elements - span(spec.size, spec.stride):
-        raise Unsupported("elements before or after those of a storage")
-
-
-def _is_reshape(fx: FxNode) -> bool:
-    """Return whether strides find all elements of a new storage in their order, as torch's symbols tell."""
-    root, mine = layout.root_of(fx).meta.get("val"), fx.meta["val"]
-    if not isinstance(root, Tensor) or not (root.is_contiguous() and mine.is_contiguous()):
-        return False
-    return bool(mine.storage_offset() == root.storage_offset() and mine.numel() == root.numel())
-
-
-def _asserting(value: Any, error: type[Exception], message: str) -> Any:
-    require(value != 0, error, message)
-    return value
-
-
-def _succeeded(info: Any, error: type[Exception], message: str) -> Any:
-    require(info == 0, error, message)
-    return info
-
-
 def _nodes_in(value: Any) -> Iterator[Node]:
     if isinstance(value, Node):
         yield value
@@ -557,10 +383,6 @@ def _nodes_in(value: Any) -> Iterator[Node]:
             yield from _nodes_in(item)
     elif isinstance(value, dict):
         yield from _nodes_in(list(value.values()))
-
-
-def _numbered(args: Sequence[Any]) -> dict[str, Any]:
-    return {str(n): value for n, value in enumerate(args)}
 
 
 def _with_inputs(value: Any, inputs: list[Node]) -> Any:
@@ -587,25 +409,12 @@ def _arrays(results: Any) -> list[Any]:
     return [each if isinstance(each, (jax.Array, np.ndarray)) else None for each in flatten(results)]
 
 
-def _compare(op: Any, types: Sequence[Type | None], announced: Any) -> None:
-    """Raise if types that were found by tracing are not what torch announced, as far as dtypes and ranks tell."""
-    for type, wanted in zip(types, flatten(announced), strict=False):
-        if type is None or not isinstance(wanted, Tensor):
+def _compare(fx: FxNode, types: Sequence[Type | None], announced: Any) -> None:
+    """Raise if types that were found by tracing are not torch's in dtype and rank; unused results may be anything."""
+    used = {user.args[1] for user in fx.users if user.target is operator.getitem}
+    for at, (type, wanted) in enumerate(zip(types, flatten(announced), strict=False)):
+        if type is None or not isinstance(wanted, Tensor) or (len(types) > 1 and at not in used):
             continue
         if (type.dtype, len(type.size)) != (wanted.dtype, wanted.dim()):
             shown = f"{wanted.dtype}{list(wanted.shape)}"
-            raise LoweringError(f"the lowering of {op} gave {type} where torch gives {shown}")
-
-
-def _refuse(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise if the CPU refuses a call of an op on tensors of these types."""
-    with without_modes():
-        refusals.check(op, _blank(list(args)), _blank(dict(kwargs)))
-
-
-def _blank(value: Any) -> Any:
-    if isinstance(value, Node):
-        return torch.empty(value.type.size, dtype=value.type.dtype, device="meta")
-    if isinstance(value, (list, tuple)):
-        return [_blank(item) for item in value]
-    return {name: _blank(item) for name, item in value.items()} if isinstance(value, dict) else value
+            raise LoweringError(f"the lowering of {fx.target} gave {type} where torch gives {shown}")

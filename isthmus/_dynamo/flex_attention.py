@@ -10,11 +10,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 
-from isthmus._graph.graph import Graph
-from isthmus._graph.nodes import Node, Type
+from isthmus._graph.nodes import Node, Type, numbered
 from isthmus._ops.common import accumulation_dtype
 from isthmus._program import flex_attention
 from isthmus._program.flex_attention import Scatter
@@ -26,63 +24,46 @@ if TYPE_CHECKING:
 _PLACE = [Type((), torch.int32)] * 4  # batch, head, query and key of a score
 
 
-def forward(
-    conversion: Conversion,
-    fx: FxNode,
-    query: Node,
-    key: Node,
-    value: Node,
-    module: GraphModule,
-    block_mask: list[Any],
-    scale: float,
-    options: Any,
-    buffers: Sequence[Any] = (),
-    mask_buffers: Sequence[Any] = (),
-) -> Any:
+def forward(conversion: Conversion, fx: FxNode, *args: Any) -> Any:
     """Return the call for ``flex_attention``."""
-    graph, _ = conversion.subgraph(module, [_score(query), *_PLACE, *buffers], infers=True)
-    rest = [_masked(conversion, block_mask, mask_buffers), scale, buffers, mask_buffers]
-    return conversion.call(fx, flex_attention.flex_attention, [query, key, value, graph, *rest])
+    query, key, value, module, block_mask, scale, _, *buffers = args
+    graph, _ = conversion.subgraph(module, [_score(query), *_PLACE, *_captured(buffers)], infers=True)
+    rest = _shared(conversion, block_mask, scale, buffers)
+    return conversion.call(fx, flex_attention.flex_attention, numbered([query, key, value, graph, *rest]))
 
 
-def backward(
-    conversion: Conversion,
-    fx: FxNode,
-    query: Node,
-    key: Node,
-    value: Node,
-    out: Node,
-    sums: Node,
-    grad_out: Node | None,
-    grad_sums: Node | None,
-    module: GraphModule,
-    joint_module: GraphModule,
-    block_mask: list[Any],
-    scale: float,
-    options: Any,
-    buffers: Sequence[Any] = (),
-    mask_buffers: Sequence[Any] = (),
-) -> Any:
+def backward(conversion: Conversion, fx: FxNode, *args: Any) -> Any:
     """Return the call for the gradients of ``flex_attention``."""
+    query, key, value, out, _, grad_out, grad_sums, module, joint_module, block_mask, scale, _, *buffers = (
+        args
+    )
     score = _score(query)
-    graph, _ = conversion.subgraph(module, [score, *_PLACE, *buffers], infers=True)
-    joint, results = conversion.subgraph(joint_module, [score, *_PLACE, score, *buffers], infers=True)
+    graph, _ = conversion.subgraph(module, [score, *_PLACE, *_captured(buffers)], infers=True)
+    operands = [score, *_PLACE, score, *_captured(buffers)]
+    joint, results = conversion.subgraph(joint_module, operands, infers=True)
     # The gradients of a score and its place, then those of captured tensors, of which torch may want none.
-    wanted = fx.meta["val"][3]
-    captured = [None if w is None else r for w, r in zip(wanted, results[5:], strict=True)]
-    rest = [_masked(conversion, block_mask, mask_buffers), scale, buffers, mask_buffers]
+    captured = [None if w is None else r for w, r in zip(fx.meta["val"][3], results[5:], strict=True)]
     gradients = [out, grad_out, grad_sums, graph, joint, captured]
-    return conversion.call(fx, flex_attention.flex_attention_backward, [query, key, value, *gradients, *rest])
+    rest = _shared(conversion, block_mask, scale, buffers)
+    given = numbered([query, key, value, *gradients, *rest])
+    return conversion.call(fx, flex_attention.flex_attention_backward, given)
+
+
+def _captured(buffers: Sequence[Any]) -> Sequence[Any]:
+    """Return what the function of a score captured; a mask's captures come second."""
+    captured: Sequence[Any] = buffers[0] if buffers else ()
+    return captured
+
+
+def _shared(conversion: Conversion, block_mask: list[Any], scale: float, buffers: Sequence[Any]) -> list[Any]:
+    """Return the arguments that forward and backward end with; the function in the block mask is a graph there."""
+    of_mask = buffers[1] if len(buffers) > 1 else ()
+    graph, _ = conversion.subgraph(block_mask[-1], [*_PLACE, *of_mask], infers=True)
+    return [[*block_mask[:-1], graph], scale, _captured(buffers), of_mask]
 
 
 def _score(query: Node) -> Type:
     return Type((), to_torch_dtype(accumulation_dtype(to_jax_dtype(query.type.dtype))))
-
-
-def _masked(conversion: Conversion, block_mask: list[Any], buffers: Sequence[Any]) -> list[Any]:
-    """Return a block mask with a graph for the function in it."""
-    graph: Graph = conversion.subgraph(block_mask[-1], [*_PLACE, *buffers], infers=True)[0]
-    return [*block_mask[:-1], graph]
 
 
 def scatter(conversion: Conversion, fx: FxNode, args: list[Any]) -> Scatter | None:

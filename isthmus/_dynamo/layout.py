@@ -13,6 +13,7 @@ from torch.fx.node import map_arg
 
 from isthmus._graph.layout import Spec, contiguous_strides, is_dense
 from isthmus._graph.nodes import Node as GraphNode
+from isthmus._graph.private import storage_id
 from isthmus._ops.tensors.views import VIEWS
 
 _VIEWING = {*VIEWS, torch.ops.aten.as_strided.default, operator.getitem}
@@ -40,7 +41,7 @@ def _share(node: Node, base: Node) -> bool:
     mine, its = node.meta.get("val"), base.meta.get("val")
     if not isinstance(mine, torch.Tensor) or not isinstance(its, torch.Tensor):
         return False
-    return mine.untyped_storage()._cdata == its.untyped_storage()._cdata and mine.is_conj() == its.is_conj()
+    return storage_id(mine) == storage_id(its) and mine.is_conj() == its.is_conj()
 
 
 def tensor_nodes(node: Node) -> list[Node]:

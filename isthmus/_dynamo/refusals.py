@@ -12,18 +12,17 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.fx import Graph, Node
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from isthmus._device.checks import cpu_refusals, scalar_checks
 from isthmus._device.core.inference import Warnings
+from isthmus._device.torch_glue.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from isthmus._dynamo.private import without_modes
+from isthmus._graph.nodes import Node as Value
+from isthmus._graph.private import OpOverload
 from isthmus._graph.schema import schema_of
-from isthmus._runtime.dtypes import to_torch_dtype
 from isthmus._runtime.user_frames import warn_user
 
 _LIMIT = 4096
@@ -38,13 +37,13 @@ class Refused(Exception):
 
 
 def check(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Raise ``Refused`` if the CPU refuses a call, and give its warnings; tensors are arrays, or fake."""
+    """Raise ``Refused`` if the CPU refuses a call, and give its warnings; tensors are fake, or nodes of ``_graph``."""
     given = schema_of(op).ordered(args, kwargs)
     if op.namespace != "aten":
         return  # a library's op may do anything
     if not all(map(_is_known, _sizes(given))):
         return  # sizes that depend on values: there is nothing to make a tensor of
-    if not any(isinstance(v, (jax.Array, Tensor)) for v in _flat(given)):
+    if not any(isinstance(v, (Value, Tensor)) for v in _flat(given)):
         if _is_large(op, given):
             return
         given = tuple([min(n, _SIDE) for n in map(_known, v)] if _is_ints(v) else v for v in given)
@@ -92,9 +91,9 @@ def _flat(values: Any) -> list[Any]:
 
 
 def _blank(value: Any) -> Any:
-    """Return a tensor without values for an array or a tensor."""
-    if isinstance(value, jax.Array):
-        return torch.empty(value.shape, dtype=to_torch_dtype(value.dtype), device="meta")
+    """Return a tensor without values for a node of ``_graph`` or a tensor."""
+    if isinstance(value, Value):
+        return torch.empty(value.type.size, dtype=value.type.dtype, device="meta")
     if isinstance(value, Tensor):
         return torch.empty([_known(n) for n in value.shape], dtype=value.dtype, device="meta")
     return _known(value)
@@ -228,7 +227,7 @@ def _is_pure(node: Node) -> bool:
     if node.op in ("placeholder", "get_attr", "output"):
         return True
     if isinstance(node.target, OpOverload):
-        return not node.target._schema.is_mutable
+        return not schema_of(node.target).mutated
     if node.op not in ("call_function", "call_method") or node.kwargs.get("out") is not None:
         return False
     name, module = _name(node), getattr(node.target, "__module__", None) or ""

@@ -17,8 +17,7 @@ from isthmus._device.core.buffer import buffer_of
 from isthmus._device.core.slots import TensorSlot
 from isthmus._dynamo import compile_log, dlpack
 from isthmus._dynamo.specialization import SavedSlot, Specialization
-from isthmus._program import runner
-from isthmus._program.program import CompiledProgram
+from isthmus._program import runner, staged
 
 
 class Run:
@@ -43,7 +42,7 @@ class Run:
         self.quick: Callable[..., Any] | None = None
 
     @property
-    def program(self) -> CompiledProgram:
+    def program(self) -> staged.Program:
         """The program of the next run."""
         return self.residences.program
 

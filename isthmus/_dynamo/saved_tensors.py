@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
 from isthmus._device.core.buffer import Buffer, Signature, wrap_strided
 from isthmus._device.core.strided import read
 from isthmus._device.core.transfers import array_of
-from isthmus._device.torch_glue.private import empty_tensor
+from isthmus._device.torch_glue.private import empty_tensor, is_fake
 from isthmus._dynamo.layout import root_of
 from isthmus._graph.layout import Spec, contiguous_strides
 from isthmus.errors import IsthmusError
@@ -160,7 +159,7 @@ def _choose(shown: Sequence[Any], kept: Sequence[Any]) -> list[Node]:
 
 def _is_plain(value: Any) -> bool:
     """Return whether a node's value is a tensor of ours whose layout is known."""
-    if not isinstance(value, FakeTensor) or value.device.type != "jax" or value.is_conj() or value.is_neg():
+    if not is_fake(value) or value.device.type != "jax" or value.is_conj() or value.is_neg():
         return False
     return all(type(n) is int for n in (*value.shape, *value.stride(), value.storage_offset()))
 

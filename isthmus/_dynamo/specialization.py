@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +30,16 @@ from isthmus._dynamo.targets import NodeFailure
 from isthmus._graph import view_calls
 from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import Node, Type, leaf, temporary
-from isthmus._graph.passes import optimise
+from isthmus._graph.passes import cut, optimise
+from isthmus._graph.passes.freeze import freeze
+from isthmus._graph.passes.repeated_blocks import repeated_blocks
+from isthmus._graph.passes.stages import Stage, in_order
+from isthmus._graph.private import storage_id
+from isthmus._ops.tensors.views import VIEWS
+from isthmus._program import staged
 from isthmus._program.evaluate import CallFailure
 from isthmus._program.program import CompiledProgram, Places, StateLayout
-from isthmus._runtime import placement
+from isthmus._runtime import compiler, placement
 from isthmus._runtime.dtypes import to_torch_dtype
 from isthmus._runtime.user_frames import place_in
 
@@ -52,7 +59,7 @@ class Specialization:
             check_reach(arg)
         # Targets on one storage are written one after another; each group of them is one output. A tensor of another
         # device arrives as an array of its own.
-        storages = [args[at].untyped_storage()._cdata if self.local[at] else (at,) for at in program.targets]
+        storages = [storage_id(args[at]) if self.local[at] else (at,) for at in program.targets]
         self.groups = [storages.index(storage) for storage in storages]
         self.order = list(dict.fromkeys(self.groups))
         here = all(self.local[at] for at in program.targets)
@@ -61,11 +68,15 @@ class Specialization:
         self.arrays, self.inputs, self.shardings = _leaves(sources)
         with temporary():
             self.graph, self.returns, self.results, self.origins = self._convert(args)
+            self.stages = self._cut()
         # Parameters are no state: other programs read them between two runs of this one.
         self.state = [
             (self.index(target), group)
             for group, target in enumerate(self.targets)
-            if self.donates and self.groups.count(self.order[group]) == 1 and not args[target].requires_grad
+            if not self.stages
+            and self.donates
+            and self.groups.count(self.order[group]) == 1
+            and not args[target].requires_grad
         ]
 
     @property
@@ -158,33 +169,66 @@ class Specialization:
             if place is not None
         }
 
-    def compile(self) -> CompiledProgram:
+    def _cut(self) -> list[Stage]:
+        """Return the stages that passes cut the graph into, none if it is to be one program."""
+        program = self.program
+        if placement.home is not None:
+            return []  # XLA is to see the whole graph, to choose how values between its parts are split
+        if program.parameters:
+            parameters = {at for place in program.parameters for at in self._sources(place)}
+            return cut("freeze", "compile", self.graph, lambda graph: freeze(graph, parameters, VIEWS))
+        # A graph in stages keeps no state and donates nothing. On other platforms a call costs more than it saves.
+        if program.options.blocks == "fuse" or program.targets or compiler.platform() != "cpu":
+            return []
+        order = {fx: at for at, fx in enumerate(program.module.graph.nodes)}
+        graph = in_order(self.graph, {n: order[fx] for n, fx in self.origins.items()})
+        return cut("repeated_blocks", "compile", graph, repeated_blocks)
+
+    def _sources(self, place: int) -> list[int]:
+        """Return the sources of a tensor argument: its storage and, where it has one, its offset."""
+        slot = self.slots[place]
+        return (
+            [at for at in (slot.index, slot.offset_index) if at is not None]
+            if isinstance(slot, TensorSlot)
+            else []
+        )
+
+    def compile(self) -> staged.Program:
         """Return the program; raise ``NodeFailure`` for a node that has no lowering for these arguments."""
         kept = {group for _, group in self.state}
         state = {index for index, _ in self.state}
         written = [group for group in range(len(self.order)) if group not in kept]
         slots = [places for at, places in enumerate(self.inputs) if at not in state]
         rewritten = {self.index(self.targets[group]) for group in written} if self.donates else set()
+        results = [*written, *self.results]
+        program = partial(
+            CompiledProgram,
+            differentiable=True,
+            options=self.program.options.xla,
+            title=f"{self.program.name} ({len(self.program.module.graph.nodes):,} nodes)",
+        )
         try:
-            return CompiledProgram(
+            if self.stages:
+                once = int(bool(self.program.parameters))
+                with temporary():
+                    return staged.StagedProgram(
+                        self.graph, self.stages, self.arrays, slots, results, program, once
+                    )
+            return program(
                 self.graph,
                 self.arrays,
                 slots,
-                [*written, *self.results],
+                results,
                 state=StateLayout(tuple(self.state)),
                 donate=[at for at, places in enumerate(slots) if places in rewritten],
                 shardings=self.shardings,
                 constraints=self._constraints(),
                 lines=self._lines(),
-                differentiable=True,
-                options=self.program.options.xla,
-                title=f"{self.program.name} ({len(self.program.module.graph.nodes):,} nodes)",
             )
         except CallFailure as failure:
-            origin = self.graph.origins.get(failure.node, failure.node)
-            if origin not in self.origins:
+            if failure.node not in self.origins:
                 raise
-            raise NodeFailure(self.origins[origin], failure.cause) from failure.cause
+            raise NodeFailure(self.origins[failure.node], failure.cause) from failure.cause
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ import functools
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Node
 
 from isthmus._device.torch_glue.private import has_kernel
+from isthmus._graph.private import OpOverload
 from isthmus._graph.schema import mutating_of, schema_of
 from isthmus._ops.tensors.views import VIEWS
 from isthmus.errors import IsthmusError
@@ -47,8 +47,8 @@ class NodeFailure(IsthmusError):
 def _copies() -> dict[Any, OpOverload]:
     found: dict[Any, OpOverload] = {}
     for op in VIEWS:
-        packet = getattr(_aten, f"{op._schema.name.partition('::')[2]}_copy", None)
-        copy = getattr(packet, op._overloadname, None)
+        packet = getattr(_aten, f"{schema_of(op).name.partition('::')[2]}_copy", None)
+        copy = getattr(packet, schema_of(op).overload or "default", None)
         if copy is not None and copy not in VIEWS:
             found[copy] = op
     return found
@@ -67,5 +67,5 @@ def is_composite(op: OpOverload) -> bool:
     schema = schema_of(op)
     # Some functional forms merely allocate and call their out= form: that is the op itself.
     wraps_out = any(has_kernel(other, "CPU") for other in mutating_of(op))
-    other = wraps_out or schema.mutated or not op._schema.returns or _NOT_COMPOSED & {*op.tags}
+    other = wraps_out or schema.mutated or not schema_of(op).returns or _NOT_COMPOSED & {*op.tags}
     return any(has_kernel(op, key) for key in _COMPOSITE) and not other

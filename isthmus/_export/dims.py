@@ -17,8 +17,8 @@ import jax
 import torch
 from jax import export
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
+from isthmus._device.torch_glue.pytree import tree_map
 from isthmus._dynamo.layout import Symbols
 from isthmus.errors import ExportError
 
@@ -97,7 +97,7 @@ def as_dims(dynamic_shapes: Any) -> Any:
     def dim(value: Any) -> Any:
         return dims.setdefault(value, torch.export.Dim(value)) if isinstance(value, str) else value
 
-    return pytree.tree_map(dim, dynamic_shapes)
+    return tree_map(dim, dynamic_shapes)
 
 
 def find(inputs: Mapping[str, Any], dynamic_shapes: Any, ranges: Mapping[Any, Any]) -> Dims:

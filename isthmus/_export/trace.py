@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Node as FxNode
-from torch.utils import _pytree as pytree
 
+from isthmus._device.torch_glue.pytree import tree_map
 from isthmus._dynamo import decompositions
 from isthmus._dynamo.convert import Conversion, has_rule, is_lowered
 from isthmus._dynamo.random import is_random
@@ -33,6 +33,7 @@ from isthmus._export import dims, signature_trees
 from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import Leaf, Node, Type, leaf, temporary
 from isthmus._graph.passes import optimise
+from isthmus._graph.private import storage_id
 from isthmus._ops.registry import lowering_of
 from isthmus._ops.tensors.views import VIEWS
 from isthmus._program import evaluate
@@ -91,7 +92,7 @@ def _apart(examples: Any) -> Any:
             return value
         return value.detach().clone().requires_grad_(value.requires_grad)
 
-    return pytree.tree_map(each, examples)
+    return tree_map(each, examples)
 
 
 @functools.cache
@@ -220,7 +221,7 @@ class _Trace:
         named = {**self.program.state_dict, **self.program.constants}
         for name in [*wanted, *(n for n in self.program.state_dict if n not in wanted)]:
             tensor = named[name].detach()
-            key = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride())
+            key = (storage_id(tensor), tensor.storage_offset(), tensor.shape, tensor.stride())
             owner = seen.setdefault(key, name)
             if owner in found and tensor.numel():
                 tied[name] = owner

@@ -144,6 +144,11 @@ def call_of(
     return _calls.get(key) or _calls.setdefault(key, Call(op, named, *parts))
 
 
+def numbered(args: Iterable[Any]) -> dict[str, Any]:
+    """Return the arguments of a Python function by the names they have in a call."""
+    return {str(n): value for n, value in enumerate(args)}
+
+
 def canonical(op: Any, arguments: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     """Return the arguments that are not at their defaults, in the schema's order, lists as tuples."""
     overload = isinstance(op, OpOverload)
@@ -176,10 +181,10 @@ def leaf(kind: str, index: int, type: Type, number: Any = float, sharding: Any =
 def node(call: Call, *inputs: Node) -> Node:
     """Return the one node of a call on these inputs."""
     key = (call, *inputs)
-    found = _table.get(key)
-    if found is None:
-        found = _table[key] = Node(call, inputs)
-    return found
+    interned = _table.get(key)
+    if interned is None:
+        interned = _table[key] = Node(call, inputs)
+    return interned
 
 
 @contextlib.contextmanager
@@ -200,9 +205,9 @@ def temporary() -> Iterator[None]:
 
 def forget_all_but(roots: Iterable[Node]) -> None:
     """Drop every node that none of ``roots`` needs; an equal one recorded later is a new object."""
-    kept = list(reachable(roots))
-    calls = {n.call for n in kept}
-    table = {(n.call, *n.inputs): n for n in kept if isinstance(n.call, Call)}
+    alive = list(reachable(roots))
+    calls = {n.call for n in alive}
+    table = {(n.call, *n.inputs): n for n in alive if isinstance(n.call, Call)}
     _table.clear()
     _table.update(table)
     for key in [key for key, call in _calls.items() if call not in calls]:

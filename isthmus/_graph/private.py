@@ -25,6 +25,9 @@ from torch._prims_common import elementwise_dtypes as elementwise_dtypes
 
 from isthmus._upstream import optional
 
+Op = OpOverload[..., Any]  # type: ignore[explicit-any]
+"""An overload in annotations: torch makes the class generic over its signature, which no overload in a table has."""
+
 __all__ = ["HigherOrderOperator", "OpOverload", "Promotion", "elementwise_dtypes"]
 
 # Every lowering asks for promotion, so a torch that changed it is noticed here, where the error says which name it is.

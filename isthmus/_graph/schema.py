@@ -87,8 +87,8 @@ class Schema:
 
     def ordered(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """Return every argument in order, ABSENT where the call leaves it at its default."""
-        given = dict(zip([argument.name for argument in self.arguments], args, strict=False)) | kwargs
-        return tuple(given.get(argument.name, ABSENT) for argument in self.arguments)
+        by_name = dict(zip([argument.name for argument in self.arguments], args, strict=False)) | kwargs
+        return tuple(by_name.get(argument.name, ABSENT) for argument in self.arguments)
 
     def named(self, values: tuple[Any, ...]) -> dict[str, Any]:
         """Return every argument by name, given all of them in order with ABSENT for defaults."""
@@ -145,16 +145,16 @@ def functional_of(op: OpOverload) -> OpOverload | None:
     if not schema.mutated:
         return None
     namespace, name = schema.name.split("::")
-    wanted = [a for a in schema.arguments if not a.out]
-    if len(wanted) < len(schema.arguments):
+    inputs = [a for a in schema.arguments if not a.out]
+    if len(inputs) < len(schema.arguments):
         # With another argument written besides ``out``, results and targets come in different orders.
-        if any(a.mutated for a in wanted):
+        if any(a.mutated for a in inputs):
             return None
         stem = name
     else:
         stem = name[:-1] if name.endswith("_") and not name.endswith("__") else name
     # Where the plain name is taken by other overloads, the twin is called ``normal_functional``.
-    return _overload(namespace, stem, wanted) or _overload(namespace, f"{stem}_functional", wanted)
+    return _overload(namespace, stem, inputs) or _overload(namespace, f"{stem}_functional", inputs)
 
 
 def _overload(namespace: str, name: str, wanted: list[Argument]) -> OpOverload | None:
@@ -173,12 +173,12 @@ def _overload(namespace: str, name: str, wanted: list[Argument]) -> OpOverload |
 def mutating_of(op: OpOverload) -> tuple[OpOverload, ...]:
     """Return the in-place and ``out=`` overloads whose functional twin is ``op``."""
     namespace, name = schema_of(op).name.split("::")
-    found = []
+    twins = []
     stem = name.removesuffix("_functional")
     for candidate in dict.fromkeys((name, f"{name}_", stem, f"{stem}_")):
         packet = getattr(getattr(torch.ops, namespace), candidate, None)
         if packet is None:
             continue
         overloads = [getattr(packet, overload) for overload in packet.overloads()]
-        found += [o for o in overloads if functional_of(o) is op]
-    return tuple(found)
+        twins += [o for o in overloads if functional_of(o) is op]
+    return tuple(twins)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from isthmus import config
 from isthmus._device.core import donation, generator, mode
@@ -17,6 +16,7 @@ from isthmus._device.core.buffer import Buffer, Signature
 from isthmus._device.core.resident_state import Residence
 from isthmus._device.core.views import attach_to
 from isthmus._device.torch_glue.private import empty_tensor, restride
+from isthmus._device.torch_glue.pytree import tree_flatten, tree_unflatten
 from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import Leaf, Node
 from isthmus._lazy import programs
@@ -315,9 +315,9 @@ class Capture:
 
         try:
             residence.begin(donation.own(whole), bundles)
-            arrays, draws = [trace.arrays[at] for at in program.slots], trace.draws[: program.draws]
+            arrays = [trace.arrays[at] for at in program.slots]
             outputs = runner.run(
-                program, arrays, bind, constants=self.constants, draws=draws, residence=residence
+                program, arrays, bind, constants=self.constants, draws=trace.draws, residence=residence
             )
         except BaseException:
             if not self.complete:
@@ -373,7 +373,7 @@ class Capture:
 
     def run(self, flat: list[Any]) -> Any:
         """Do what the recording did, on these arguments."""
-        draws = self._draw()
+        draws = self._draw()  # also where no program reads them: the generator moves on
         if self.residences is None:
             return self._given(self._write((), flat), flat)
         new: dict[int, Buffer] = {}
@@ -384,7 +384,7 @@ class Capture:
             [_source(kind, source, flat) for kind, source in self.inputs],
             lambda results: new.update(self._write(results, flat)),
             constants=self.constants,
-            draws=draws[: program.draws],
+            draws=draws,
             residence=residence,
         )
         counters.count("replays")

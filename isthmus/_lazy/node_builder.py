@@ -22,7 +22,7 @@ from isthmus._device.torch_glue.private import empty_tensor, restride
 from isthmus._graph import view_calls
 from isthmus._graph.layout import Spec, is_as_made, storage_shape
 from isthmus._graph.nodes import TABLE, Call, Input, Node, Type, call_of, node
-from isthmus._graph.schema import PLACEMENT
+from isthmus._graph.schema import PLACEMENT, schema_of
 from isthmus._graph.view_calls import chained
 from isthmus._lazy.trace import trace
 from isthmus._ops.value_checks import collecting
@@ -207,7 +207,7 @@ class Recipe:
         _, write = self.writes[0]
         if write.shaped or write.whole or write.whole is None or any(mutation.resized):
             return None
-        call, locate, returns = self.call, mutation.locate, len(self.builder.op._schema.returns)
+        call, locate, returns = self.call, mutation.locate, len(schema_of(self.builder.op).returns)
 
         def run(inputs: list[Node], values: Values) -> Any:
             key = (call, *inputs)
@@ -230,7 +230,7 @@ class Recipe:
         write = self._writer() if self.writes else None
         mutation = self.builder.mutation
         assemble = self.builder.assembler() if mutation is None else None
-        returns = len(self.builder.op._schema.returns)
+        returns = len(schema_of(self.builder.op).returns)
 
         def run(inputs: list[Node], values: Values) -> Any:
             found = node(call, *(inputs if reads is None else [read(inputs) for read in reads]))

@@ -13,13 +13,15 @@ from typing import Any
 from isthmus import _caches, config
 from isthmus._device.core import donation
 from isthmus._device.core.buffer import Buffer, Lost
+from isthmus._device.core.slack import Slack
 from isthmus._graph.backends import backend_named
 from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import TABLE, Call, Leaf, Node, Type, forget_all_but, leaf, reachable
-from isthmus._graph.passes import optimise
+from isthmus._graph.passes import cut, optimise
 from isthmus._graph.passes.rewrite import remade, share_offsets
-from isthmus._graph.passes.split import Stage, cut
-from isthmus._lazy import recompile_warnings, sync_reasons
+from isthmus._graph.passes.split import split
+from isthmus._graph.passes.stages import Stage
+from isthmus._lazy import ranges, recompile_warnings, sync_reasons
 from isthmus._lazy.custom_backend import HostedProgram
 from isthmus._lazy.trace import trace
 from isthmus._program import runner
@@ -32,9 +34,7 @@ from isthmus.errors import IsthmusError
 _OWNED = donation.OWNED - 1
 _NODES = 200_000
 _VARIANTS = 32
-# Half types are rounded after every op, as they are when ops run one by one.
 Shardings = tuple[Any, ...] | None
-_OPTIONS = {"xla_allow_excess_precision": False}
 
 
 class Family:
@@ -115,13 +115,13 @@ class Family:
                 constraints=self.constraints,
                 constants=constants,
                 moving=self.moving,
-                options=_OPTIONS,
+                options=ranges.OPTIONS,
                 title="a step",
             )
         except CallFailure as failure:
-            call, origin = failure.node.call, graph.origins.get(failure.node, failure.node)
+            call = failure.node.call
             assert isinstance(call, Call)
-            where = trace.lines.get(origin) or 'set isthmus.config.lines = "on" to see where'
+            where = trace.lines.get(failure.node) or 'set isthmus.config.lines = "on" to see where'
             raise IsthmusError(
                 f"{call.op} could not be compiled ({where}): {failure.cause}"
             ) from failure.cause
@@ -209,14 +209,18 @@ def _run(live: list[Buffer], because: str) -> Callable[[], None]:
     wanted = tuple([buffer.held for buffer in live])
     cause, line = sync_reasons.cause_and_line(because)
     run = _Run()
-    staged = _stages(line, wanted)
+    match = _match(wanted)
+    staged = _stages(line, wanted) if match is None else None
 
     def commit(arrays: Sequence[Any]) -> None:
         for buffer, array in zip(live, arrays, strict=True):
             buffer.compute(array)
         trace.reset()
 
-    if staged is None:
+    if match is not None:
+        graph = match.graph
+        run.ranged(match, wanted, commit)
+    elif staged is None:
         shardings = shardings_of(live)
         family = family_of(wanted, shardings)
         graph = family.graph
@@ -228,6 +232,15 @@ def _run(live: list[Buffer], because: str) -> Callable[[], None]:
     return run.settle
 
 
+def _match(wanted: tuple[Node, ...]) -> ranges.Match | None:
+    """Return the program for a range of sizes that serves these nodes, unless they have an exact one already."""
+    if config.shapes == "exact" or config.backend != "xla" or placement.home is not None:
+        return None
+    if (config.backend, *wanted) in _families:
+        return None
+    return ranges.find(tuple(dict.fromkeys(wanted)))
+
+
 def _stages(line: str, wanted: tuple[Node, ...]) -> tuple[Graph, list[Stage]] | None:
     """Return the graph of nodes never wanted before and its stages, where a line needs a new program every time."""
     before = recompile_warnings.last(line)
@@ -235,7 +248,7 @@ def _stages(line: str, wanted: tuple[Node, ...]) -> tuple[Graph, list[Stage]] | 
     if before is None or placement.home is not None or (config.backend, *wanted) in _families:
         return None
     graph = Graph.of(tuple(dict.fromkeys(wanted)))
-    stages = cut(before, graph)
+    stages = cut("split", "lazy", graph, partial(split, before))
     return (graph, stages) if stages else None
 
 
@@ -249,6 +262,19 @@ class _Run:
     def whole(self, family: Family, order: list[int], commit: Callable[[Sequence[Any]], None]) -> None:
         """Compute outputs of a graph, in this order, by one program."""
         self._call(self._find(family), order, commit)
+
+    def ranged(
+        self, match: ranges.Match, wanted: tuple[Node, ...], commit: Callable[[Sequence[Any]], None]
+    ) -> None:
+        """Compute these nodes by a program for a range of sizes."""
+        unique = tuple(dict.fromkeys(wanted))
+
+        def spread(results: Sequence[Any]) -> None:
+            values = dict(zip(unique, results, strict=True))
+            commit([values[n] for n in wanted])
+
+        settle, self.known = match.program.run(match.sizes, dict(trace.lines), match.graph, spread)
+        self._settle.append(settle)
 
     def stages(self, stages: list[Stage], commit: Callable[[dict[Node, Any]], None]) -> None:
         """Compute what the stages give, one program after another.
@@ -315,13 +341,14 @@ class _Run:
         commit: Callable[[Sequence[Any]], None],
     ) -> None:
         arrays = [trace.arrays[at] for at in program.slots]  # type: ignore[index]  # no slot is a tuple
-        constants, draws = program.pack_numbers(trace.numbers, trace.offsets), trace.draws[: program.draws]
+        arrays = [array.exact() if type(array) is Slack else array for array in arrays]
+        constants = program.pack_numbers(trace.numbers, trace.offsets)
         lines = dict(trace.lines)
 
         def bind(results: Sequence[Any]) -> None:
             commit([results[at] for at in order])
 
-        outputs = runner.run(program, arrays, bind, constants=constants, draws=draws)
+        outputs = runner.run(program, arrays, bind, constants=constants, draws=trace.draws)
         self._settle.append(partial(program.report, outputs, lines))
 
     def settle(self) -> None:

@@ -11,10 +11,12 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 import torch
 from jax import lax
 from jax.typing import DTypeLike
@@ -24,7 +26,11 @@ from isthmus._runtime import compiler
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
 
 Array = jax.Array
-DType = np.dtype[np.generic]
+DType = np.dtype[np.generic]  # type: ignore[explicit-any]  # numpy's own default
+HostArray = npt.NDArray[Any]  # type: ignore[explicit-any]  # of any dtype, for which numpy has no other word
+"""A numpy array: what a lowering computes while it is traced, such as windows and weights that sizes decide."""
+ArrayFunction = Callable[..., Array]  # type: ignore[explicit-any]  # the schemas differ
+"""A function that returns one array, whatever the schema of its op calls for."""
 Ints = Sequence[int]
 # ml_dtypes adds them to numpy; which there are depends on JAX's version.
 FLOAT8 = frozenset(np.dtype(getattr(jnp, name)) for name in dir(jnp) if name.startswith("float8_"))
@@ -79,7 +85,7 @@ def is_bool(operand: Operand) -> bool:
     return isinstance(operand, bool) or getattr(operand, "dtype", None) == jnp.bool_
 
 
-def cast(operand: Operand | np.ndarray, dtype: DTypeLike) -> Array:
+def cast(operand: Operand | HostArray, dtype: DTypeLike) -> Array:
     """Return an array or a number as an array of ``dtype``, converted as torch converts."""
     array = operand.value if isinstance(operand, Number) else jnp.asarray(operand)
     dtype = np.dtype(dtype)

@@ -34,7 +34,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from torch._ops import OpOverload
 
 from isthmus._device.core import decompose, strided
 from isthmus._device.core.buffer import wrap_strided
@@ -45,6 +44,7 @@ from isthmus._device.core.slots import store
 from isthmus._graph.arguments import flatten
 from isthmus._graph.graph import Graph, arguments_of, evaluate, fill
 from isthmus._graph.nodes import Call, Item, Node, Type
+from isthmus._graph.private import OpOverload
 from isthmus._graph.schema import PLACEMENT, schema_of
 from isthmus._ops import families  # noqa: F401  # importing it files every lowering
 from isthmus._ops.common import Number, cast, is_dimension

@@ -25,7 +25,7 @@ is complete when ``__init__`` returns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,6 +39,7 @@ from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import Leaf, Node, Type
 from isthmus._ops.common import Number
 from isthmus._program import evaluate
+from isthmus._program.evaluate import CallFailure
 from isthmus._runtime import compiler, placement
 from isthmus._runtime.dtypes import to_jax_dtype
 from isthmus._runtime.host_arrays import from_numpy
@@ -60,6 +61,17 @@ class StateLayout:
 
 STATELESS = StateLayout()
 NO_LINES: Mapping[Node, str] = {}
+
+
+def _alone(graph: Graph) -> Any:
+    """Return None: without groups of ``torch.distributed`` every graph is a program of this process."""
+
+
+across = _alone
+"""Returns what compiles and runs a graph over several processes, None for a graph without collectives.
+
+``_distributed/compiled_collectives.py``, which is above this folder, puts its own function here.
+"""
 
 
 class CheckedConditions(Conditions):
@@ -92,6 +104,7 @@ class CompiledProgram:
         lines: with a mesh, the lines of user code that nodes come from; collectives are listed by them.
         constants: values of the offsets that are compiled in, by index; ``moving`` are the other offsets.
         differentiable: whether JAX may differentiate through the program.
+        build: what compiles the traced function; for symbolic sizes it is traced and compiled later.
     """
 
     def __init__(
@@ -109,6 +122,7 @@ class CompiledProgram:
         constants: Mapping[int, int] | None = None,
         moving: Sequence[int] = (),
         differentiable: bool = False,
+        build: Callable[..., Any] = compiler.build,
         options: Mapping[str, Any] | None = None,
         title: str = "a program",
     ) -> None:
@@ -125,6 +139,7 @@ class CompiledProgram:
             constants=constants,
             moving=moving,
             differentiable=differentiable,
+            build=build,
             options=options,
             title=title,
         )
@@ -141,7 +156,13 @@ class CompiledProgram:
         count = len(self.packing)
         donated = (*range(count), *[count + at for at in self.donated])
         arrays_of, extras = separated(self._trace)
-        self.executable = compiler.build(arrays_of, self._examples(kinds), donated, options, title)
+        spread = across(graph)
+        build = build if spread is None else spread.build
+        try:
+            self.executable = build(arrays_of, self._examples(kinds), donated, options, title)
+        except CallFailure as failure:
+            # Named by the node that was recorded, not by what passes made of it.
+            raise CallFailure(graph.origins.get(failure.node, failure.node), failure.cause) from failure.cause
         self.call = self.executable.call
         self.checks = CheckedConditions(*extras[-1])
         self.nothing_failed = self.checks.before()
@@ -197,6 +218,11 @@ class CompiledProgram:
         return (*self.packing.pack(outputs), *map(result, self.results), *code), (run.checks.errors, origins)
 
     @property
+    def parts(self) -> list[CompiledProgram]:
+        """What XLA compiled apart: the program itself, or each distinct stage of a ``StagedProgram``."""
+        return [self]
+
+    @property
     def result_shardings(self) -> list[Any] | None:
         """Return how each result is split, a tuple for one that is a tuple; None on one device."""
         if self.executable.shardings is None:
@@ -234,7 +260,7 @@ class CompiledProgram:
 
     def arguments(self, arrays: list[Array], constants: Sequence[Any], draws: Sequence[Any]) -> list[Any]:
         """Return the arguments of ``call`` after the state."""
-        words = [np.stack(draws)] if self.draws else []
+        words = [np.stack(draws[: self.draws])] if self.draws else []
         return [*arrays, *constants, *words, self.checks.before()]
 
     def report(

@@ -31,7 +31,7 @@ import jax
 from isthmus._device.core import donation
 from isthmus._device.core.buffer import Buffer
 from isthmus._device.core.resident_state import Packing, Residence
-from isthmus._program.program import CompiledProgram
+from isthmus._program.staged import Program
 from isthmus._runtime import memory
 from isthmus._runtime.private import forgetting_callers
 
@@ -101,7 +101,7 @@ def run(
         return residence.run(program.call, inputs, commit, undo)
 
 
-def compute(program: CompiledProgram, buffers: Sequence[Buffer]) -> Sequence[Array]:
+def compute(program: Program, buffers: Sequence[Buffer]) -> Sequence[Array]:
     """Run a program that writes, keeps and checks nothing on the arrays of buffers: no more than a call."""
     try:
         with forgetting_callers():
@@ -116,7 +116,7 @@ def compute(program: CompiledProgram, buffers: Sequence[Buffer]) -> Sequence[Arr
 class Residences:
     """A program that keeps state, and where the state of each set of buffers is that it has run on."""
 
-    def __init__(self, program: CompiledProgram) -> None:
+    def __init__(self, program: Program) -> None:
         self.program = program
         self._residences: OrderedDict[Hashable, Residence] = OrderedDict()
 

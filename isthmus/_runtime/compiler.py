@@ -108,10 +108,15 @@ def has_x64() -> bool:
 
 
 def abstract(value: Any) -> jax.ShapeDtypeStruct:
-    """Return shape and dtype of ``value``, and with a mesh where it lies: at home unless it is split."""
+    """Return shape and dtype of ``value``, and where it lies: with a mesh at home unless it is split."""
     if isinstance(value, jax.ShapeDtypeStruct) and value.sharding is not None:
         return value
-    return placement.example(value.shape, value.dtype, placement.sharding_of(value))
+    if placement.home is not None:
+        return placement.example(value.shape, value.dtype, placement.sharding_of(value))
+    # An array over several processes, one device each (``_distributed/compiled_collectives.py``).
+    sharding = getattr(value, "sharding", None)
+    spread = sharding if sharding is not None and sharding.num_devices > 1 else None
+    return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=spread)
 
 
 @dataclass(frozen=True)
@@ -154,6 +159,7 @@ def build(
     options: Mapping[str, Any] | Callable[[jax.stages.Traced], dict[str, Any]] | None = None,
     title: str = "",
     sharding: placement.Sharding = None,
+    cached: bool = True,
 ) -> Executable:
     """Compile ``function`` for inputs of these shapes.
 
@@ -165,6 +171,8 @@ def build(
         title: what a terminal is shown if this takes over two seconds; nothing is shown without one.
         sharding: with a mesh, how the results of a function without inputs are split; other results are split as XLA
             likes.
+        cached: whether the executable may be loaded from and saved to ``config.cache``; one over several processes may
+            not, since it names their devices.
     """
     forks.check()  # before the lock, which a thread of the parent may have held at the fork
     clock = Clock()
@@ -180,7 +188,7 @@ def build(
         clock.lap("trace")
         lowered = traced.lower()
         clock.lap("lower")
-        compiled = executable_cache.load(lowered, donate, options)
+        compiled = executable_cache.load(lowered, donate, options) if cached else None
         if compiled is None:
             try:
                 compiled = lowered.compile(compiler_options=options or None)
@@ -188,12 +196,15 @@ def build(
                 if memory.is_exhausted(error):
                     raise memory.exhausted(error) from error
                 raise
-            executable_cache.save(compiled, lowered, donate, options)
+            if cached:
+                executable_cache.save(compiled, lowered, donate, options)
         clock.lap("xla")
     # A load from disk is one of the compilations too; the counter "loaded from disk" says how many of them were.
     counters.count_compilation(clock.laps)
-    shardings = placement.results_of(compiled)
-    return Executable(private.fast_call(compiled), lowered, compiled, clock.laps, shardings)
+    call = private.fast_call(compiled)
+    if donate and platform() == "cpu":
+        call = memory.sparing_inputs(call, compiled)
+    return Executable(call, lowered, compiled, clock.laps, placement.results_of(compiled))
 
 
 # Status codes of failures that have nothing to do with the program itself, and so may not happen again.

@@ -29,7 +29,6 @@ ABSENT = {
     ),
     "generators of devices, of which Python can make no default one": "default_generators",
     "what its file imports": "Callable NewType Optional TYPE_CHECKING cast lru_cache",
-    "not there yet": "Event StreamContext default_stream set_stream stream",
 }
 
 

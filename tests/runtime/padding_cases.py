@@ -48,7 +48,7 @@ class Case:
         ]
 
     def values(self, shapes: Sequence[tuple[int, ...]], rng: np.random.Generator) -> list[np.ndarray]:
-        """Return arguments of these shapes: floats with repeats, indices below ``high``, runs of equal booleans."""
+        """Return arguments of these shapes: floats, some equal; integers below ``high``; rows of one boolean."""
         arrays = []
         for shape, (_, dtype) in zip(shapes, self.arguments, strict=True):
             if dtype == BOOL:
@@ -240,7 +240,8 @@ CASES = [
          guarded=True),
     case("scatter of one", lambda x, i: (x.at[:, i].set(1.5), x.at[:, i].max(0.5), x.at[:, i].min(0.5)),
          ("b", "s"), ((), I32)),
-    case("scatter_mul", lambda x, i, u: x.at[i].multiply(u), (9,), (("s",), I32), ("s",), guarded=True),
+    case("scatter_mul", lambda x, i, u: jnp.exp(x).at[i].multiply(u * u + 1), (9,), (("s",), I32), ("s",),
+         guarded=True),
     case("scatter min, max", lambda x, i, u: (x.at[i].min(u), x.at[i].max(u)), (9,), (("s",), I32), ("s",),
          guarded=True),
     case("scatter_add clipped", lambda x, i, u: x.at[i].add(u, mode="clip"), ("s",), (("b",), I32), ("b",),

@@ -25,12 +25,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from isthmus._device.core import mode
 from isthmus._device.core.buffer import buffer_of
 from isthmus._device.core.inference import Warnings, numbers_as_tensors, recorded
 from isthmus._device.torch_glue.private import below_autograd, restride
+from isthmus._graph.private import OpOverload, storage_id
 from isthmus._graph.schema import ABSENT, schema_of
 from isthmus._runtime.user_frames import warn_user
 
@@ -153,9 +153,9 @@ def _is_sound(op: OpOverload, values: Values) -> bool:
     """Return whether the CPU can be asked about a call: the kernels of some norms do not look whether sizes fit."""
     if op in _SOFTMAX_BACKWARD:
         return bool(values[0].shape != values[1].shape or values[0].dtype != values[1].dtype)
-    if op.namespace != "aten" or not may_be_asked(op._schema.name.removeprefix("aten::")):
+    if op.namespace != "aten" or not may_be_asked(schema_of(op).name.removeprefix("aten::")):
         return False
-    name, x = op._schema.name, values[0] if values else None
+    name, x = schema_of(op).name, values[0] if values else None
     if name in _INTEGERS and isinstance(x, Tensor) and not x.is_floating_point():
         return False
     if not isinstance(x, Tensor) or "_norm" not in name:
@@ -239,7 +239,7 @@ def _small(op: OpOverload | None, values: Values, tensors: list[Tensor]) -> tupl
     told = any([type(v) is int and v > _KEPT and at not in operands for at, v in enumerate(values)])
     lists = [item for value in values if isinstance(value, (list, tuple)) for item in value]
     unknown = any([type(item) is int and item > _KEPT and item not in sizes for item in lists])
-    if told or unknown or (op is not None and "backward" in op._schema.name):
+    if told or unknown or (op is not None and "backward" in schema_of(op).name):
         return None, False
     return functools.partial(compact, sizes=sizes, operands=operands), False
 
@@ -381,7 +381,7 @@ def stand_ins(values: Values, filled: bool = False) -> Values:
 
     def make(tensor: Tensor) -> Tensor:
         nbytes, width = buffer_of(tensor).signature.nbytes, tensor.dtype.itemsize
-        place = tensor.untyped_storage()._cdata
+        place = storage_id(tensor)
         if place not in bases:
             blank = torch.zeros(nbytes, dtype=torch.uint8)
             if filled:
@@ -404,7 +404,7 @@ def compact(
     new = torch.ones if filled else torch.zeros
 
     def make(tensor: Tensor) -> Tensor:
-        place = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride())
+        place = (storage_id(tensor), tensor.storage_offset(), tensor.shape, tensor.stride())
         if (place, tensor.dtype) not in made:
             made[place, tensor.dtype] = new([sizes.get(n, n) for n in tensor.shape], dtype=tensor.dtype)
         return made[place, tensor.dtype]

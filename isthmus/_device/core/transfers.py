@@ -99,6 +99,18 @@ def _take_over(self: Tensor, arrived: Tensor) -> None:
     buffer.rebind(array if new.signature.sharding is sharding else placement.move(array, sharding))
 
 
+def write_array(tensor: Tensor, array: Any) -> None:
+    """Make an array of as many elements the contents of a "jax" tensor; where it shows all of its storage, no copy."""
+    if tuple(array.shape) != tuple(tensor.shape):
+        array = array.reshape(tuple(tensor.shape))
+    if array.dtype != to_jax_dtype(tensor.dtype):
+        raise TypeError(f"an array of {array.dtype} cannot become the contents of a tensor of {tensor.dtype}")
+    if _is_whole(tensor) and not is_lazy(tensor) and not mode.current.capture:
+        buffer_of(tensor).bind(array)
+    else:
+        copy_(tensor.detach(), wrap(array, tensor.dtype))
+
+
 def _same_kind(self: Tensor, other: Tensor) -> bool:
     return self.shape == other.shape and self.dtype == other.dtype and other.is_contiguous()
 

@@ -19,16 +19,13 @@ from isthmus._device.kernels import (
     allclose_in_backward,
     assertions,
     attention,
-    batchnorm,
     checked_composites,
-    ctc,
     factories,
     factorizations,
-    margin_losses,
     mask_indexing,
     mixed_lists,
+    nn_forms,
     random_factories,
-    rnn,
 )
 from isthmus._device.kernels.conjugate import resolving
 from isthmus._device.torch_glue import module_to
@@ -44,10 +41,8 @@ _registered: set[OpOverload] = set()
 _own = {
     **assertions.KERNELS,
     **attention.KERNELS,
-    **batchnorm.KERNELS,
     **checked_composites.KERNELS,
-    **ctc.KERNELS,
-    **rnn.KERNELS,
+    **nn_forms.KERNELS,
     **views.KERNELS,
     **factories.KERNELS,
     **factorizations.KERNELS,
@@ -55,7 +50,6 @@ _own = {
     **module_to.KERNELS,
     **transfers.KERNELS,
     **mixed_lists.KERNELS,
-    **margin_losses.KERNELS,
     **random_factories.KERNELS,
 }
 

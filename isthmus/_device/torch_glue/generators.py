@@ -42,7 +42,7 @@ class Generator(private.Generator, metaclass=_GeneratorType):
     """A generator of random numbers for the device "jax"; see torch.Generator."""
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device:  # type: ignore[override]  # read-only in torch too, whatever its stub says
         """The device whose ops it is for."""
         return torch.device("jax", 0)
 

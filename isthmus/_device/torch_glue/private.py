@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from isthmus._device.torch_glue import patches
 from isthmus._graph.private import OpOverload
@@ -156,6 +157,11 @@ def carry(key: str, value: Any) -> None:
 def carried(key: str) -> Any:
     """Return the value that ``carry`` gave this thread or the one it works for, or None."""
     return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
+
+
+def work_of_future(future: torch.futures.Future[Any]) -> Any:
+    """Return the work of torch.distributed that ends with a future, for C++ as well."""
+    return torch._C._distributed_c10d._create_work_from_future(future)  # type: ignore[attr-defined]
 
 
 @optional("signals are taken to interrupt autograd's threads", lambda: True)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from _isthmus_autoload import make_room, rival
+from _isthmus_autoload import create_process_group, make_room, rival
 from isthmus._device.torch_glue import patches, private
 from isthmus._upstream import DRIFT, not_available, require_jax, warn_if_unchecked
 from isthmus.errors import RegistrationError
@@ -67,6 +67,7 @@ def register() -> None:
         torch.set_autocast_dtype("jax", torch.bfloat16)
         scripted.install_loading()
         _serve_accelerator()
+        _serve_process_groups()
         _warn_of_rival()
 
 
@@ -220,21 +221,28 @@ def _backward_reaches_device() -> bool:
 
 def _serve_accelerator() -> None:
     """Answer what ``torch.accelerator`` asks C++ for, where a device in Python has nothing to register."""
-    from isthmus._device.torch_glue import torch_jax
+    from isthmus._device.torch_glue import device_memory, torch_jax
 
     for name, ours in {
         # False lets torch answer by itself that nothing is allocated, without loading JAX.
         "_accelerator_isAllocatorInitialized": lambda: "isthmus._device.kernels.register" in sys.modules,
-        "_accelerator_emptyCache": torch_jax.empty_cache,
-        "_accelerator_emptyHostCache": torch_jax.empty_host_cache,
-        "_accelerator_getDeviceStats": torch_jax.memory_stats,
-        "_accelerator_resetAccumulatedStats": torch_jax.reset_accumulated_memory_stats,
-        "_accelerator_resetPeakStats": torch_jax.reset_peak_memory_stats,
-        "_accelerator_getMemoryInfo": torch_jax.get_memory_info,
+        "_accelerator_emptyCache": device_memory.empty_cache,
+        "_accelerator_emptyHostCache": device_memory.empty_host_cache,
+        "_accelerator_getDeviceStats": device_memory.memory_stats,
+        "_accelerator_resetAccumulatedStats": device_memory.reset_accumulated_memory_stats,
+        "_accelerator_resetPeakStats": device_memory.reset_peak_memory_stats,
+        "_accelerator_getMemoryInfo": device_memory.get_memory_info,
         "_accelerator_getDeviceCapability": torch_jax.get_device_capability,
         "_accelerator_synchronizeDevice": torch_jax.synchronize,
     }.items():
         patches.replace("torch._C", name, functools.partial(_instead, ours))
+
+
+def _serve_process_groups() -> None:
+    """Let ``init_process_group()`` find a backend for the device; the group itself is loaded when one is made."""
+    if torch.distributed.is_available():
+        backends = torch.distributed.Backend
+        backends.register_backend("jax", create_process_group, extended_api=True, devices=["jax", "cpu"])
 
 
 def _instead(ours: Any, theirs: Any) -> Any:

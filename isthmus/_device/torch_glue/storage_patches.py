@@ -251,6 +251,8 @@ def _storage_method(theirs: Callable[..., Any], name: str) -> Callable[..., Any]
 
     def copy_(self: Any, source: Any, non_blocking: Any = None) -> Any:
         if getattr(self, "_buffer", None) is None:
+            if getattr(source, "_buffer", None) is not None:
+                source = source.cpu()  # torch would read 0 bytes
             return theirs(self, source) if non_blocking is None else theirs(self, source, non_blocking)
         return ours(self, source, non_blocking)
 

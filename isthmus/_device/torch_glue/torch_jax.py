@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from isthmus import config
 from isthmus._device.core import generator
 from isthmus._device.torch_glue import device_memory as memory  # noqa: F401
 from isthmus._device.torch_glue.cuda_names import (  # noqa: F401
@@ -57,6 +58,15 @@ from isthmus._device.torch_glue.device_memory import (  # noqa: F401
     reset_peak_memory_stats,
     set_per_process_memory_fraction,
 )  # fmt: skip
+from isthmus._device.torch_glue.streams import (  # noqa: F401  # torch.jax has them
+    Event,
+    Stream,
+    StreamContext,
+    current_stream,
+    default_stream,
+    set_stream,
+    stream,
+)
 
 _initialized = True  # torch.utils.checkpoint keeps the generator's state only for a device that says so
 
@@ -102,9 +112,12 @@ def set_device(device: Any) -> None:
 
 
 def check_device(device: Any) -> None:
-    """Raise unless ``device`` is the only device there is."""
+    """Raise unless ``device`` is the only device there is.
+
+    A process that ``torchrun`` started has one device too, and scripts call it by their rank on the host, as on CUDA.
+    """
     index = _index(device)
-    if index != 0:
+    if index not in (0, config.launch().local_rank):
         raise RuntimeError(f"invalid device ordinal: jax:{index}; torch sees one device, jax:0")
 
 
@@ -287,22 +300,3 @@ random = namespace(
     get_rng_state=get_rng_state, set_rng_state=set_rng_state,
     get_rng_state_all=get_rng_state_all, set_rng_state_all=set_rng_state_all,
 )  # fmt: skip
-
-
-class Stream:
-    """XLA orders its own work; a stream stands for that order."""
-
-    def __init__(self, device: Any = None, **kwargs: Any) -> None:
-        self.device = torch.device("jax", 0)
-
-    def synchronize(self) -> None:
-        """Wait for the device."""
-        synchronize()
-
-    def wait_stream(self, stream: Any) -> None:
-        """Do nothing: work is in order."""
-
-
-def current_stream(device: Any = None) -> Stream:
-    """Return the only stream."""
-    return Stream()

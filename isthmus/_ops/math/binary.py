@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from isthmus._graph.names import aten, prims
-from isthmus._graph.private import OpOverload
+from isthmus._graph.private import Op
 from isthmus._ops.common import (
     ALWAYS_BOOL,
     FLOATING,
@@ -19,6 +19,7 @@ from isthmus._ops.common import (
     NO_OPMATH,
     REAL,
     Array,
+    ArrayFunction,
     Number,
     Operand,
     Scalar,
@@ -160,7 +161,7 @@ def logaddexp(a: Array, b: Array) -> Array:
     return jnp.where(jnp.isnan(a) | jnp.isnan(b), nan, jnp.where(both, at_infinity, out))
 
 
-Table = dict[tuple[OpOverload, ...], Callable[..., Array]]
+Table = dict[tuple[Op, ...], ArrayFunction]
 SAME_DTYPE: Table = {
     (aten.mul.Tensor, aten.mul.Scalar): _by_kind(jnp.logical_and, jnp.multiply),
     (aten.bitwise_and.Tensor, aten.bitwise_and.Scalar): jnp.bitwise_and,

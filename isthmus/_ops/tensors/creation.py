@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +22,7 @@ from isthmus._ops.common import (
     divide,
     is_dimension,
 )
-from isthmus._ops.registry import lowering
+from isthmus._ops.registry import Value, lowering
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
 from isthmus.errors import Unsupported
 
@@ -114,7 +112,7 @@ def arange(start: Operand, end: Operand, step: Scalar = 1, dtype: DTypeLike | No
     return count(shadow.shape[0], start, step, to_jax_dtype(shadow.dtype))
 
 
-def _symbolic_arange(start: Any, end: Any, step: Scalar, dtype: DTypeLike | None) -> Array:
+def _symbolic_arange(start: Value, end: Value, step: Scalar, dtype: DTypeLike | None) -> Array:
     """Return the integers between ends of which one is a size that only the exported program knows."""
     if not isinstance(step, int) or isinstance(start, float) or isinstance(end, float):
         raise Unsupported(f"the numbers from {start} to {end} by {step}")

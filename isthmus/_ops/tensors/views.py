@@ -6,7 +6,7 @@ A function takes the arguments of its op in order. ``aten.as_strided`` is not am
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,9 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from isthmus._graph.names import Missing, aten, prims
-from isthmus._graph.private import OpOverload
+from isthmus._graph.private import Op
 from isthmus._ops.common import Array, DType, wrap_dim, wrap_dims
+from isthmus._ops.registry import AnyFunction
 from isthmus._ops.value_checks import require
 from isthmus._runtime.dtypes import to_jax_dtype
 
@@ -166,7 +167,7 @@ def collapse(x: Array, start: int, end: int) -> Array:
     return x.reshape(*x.shape[:start], -1, *x.shape[end + 1 :]) if x.ndim else x.reshape(1)
 
 
-_TABLE: dict[OpOverload | Missing, Callable[..., Array | list[Array]]] = {
+_TABLE: dict[Op | Missing, AnyFunction] = {
     aten._conj.default: jnp.conj,
     aten._neg_view.default: jnp.negative,
     aten._reshape_alias.default: lambda x, size, stride: x.reshape(tuple(size)),

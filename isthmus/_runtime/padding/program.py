@@ -93,6 +93,7 @@ class PaddedProgram:
         self.inputs: tuple[Shape, ...] = tuple(v.aval.shape for v in self.closed.jaxpr.invars)
         self.outputs: tuple[Shape, ...] = tuple(v.aval.shape for v in self.closed.jaxpr.outvars)
         self.dtypes = tuple(v.aval.dtype for v in self.closed.jaxpr.outvars)
+        self.input_dtypes = tuple(v.aval.dtype for v in self.closed.jaxpr.invars)
         sizes = [n for shape in [*self.inputs, *self.outputs] for n in shape]
         if unknown := symbols_in(sizes) - set(dims):
             raise Refused("trace", f"sizes {sorted(unknown)} that no input has")
@@ -133,6 +134,10 @@ class PaddedProgram:
             self._executables[key] = self._compile(sizes, flags, donate, options, title)
         return self._executables[key]
 
+    def call(self, *inputs: Any) -> Any:
+        """Raise: a program for a range of sizes runs by its executables."""
+        raise TypeError("a padded program is called by one of its executables")
+
     def __len__(self) -> int:
         """Return how many executables there are."""
         return len(self._executables)
@@ -152,7 +157,7 @@ class PaddedProgram:
                 PaddedArray(array, shape, tuple(run.layout(n) for n in shape), flags)
                 for array, shape, flags in zip(arrays, self.inputs, zero, strict=True)
             ]
-            results = [run.canonical(y) for y in _evaluated(run, self.closed, operands)]
+            results = [run.canonical(y) for y in run.evaluate(self.closed, operands)]
             return tuple(y.array for y in results), (tuple(y.zero for y in results), run.masks, run.relayouts)
 
         shapes = [tuple(sizes.padded(n) for n in shape) for shape in self.inputs]
@@ -162,18 +167,17 @@ class PaddedProgram:
             for shape, v in zip(shapes, self.closed.jaxpr.invars, strict=True)
         ]
         function, extras = separated(traced)
-        built = compiler.build(function, examples, tuple(n + 1 for n in donate), options, title)
+        try:
+            built = compiler.build(function, examples, tuple(n + 1 for n in donate), options, title)
+        except (
+            TypeError,
+            ValueError,
+            NotImplementedError,
+        ) as error:  # a shape that JAX refuses when it is padded
+            raise Refused("padded", f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
         flags, masks, relayouts = extras[-1]
         outputs = tuple(tuple(sizes.padded(n) for n in shape) for shape in self.outputs)
         return PaddedExecutable(built.call, tuple(shapes), outputs, flags, masks, relayouts)
-
-
-def _evaluated(run: Interpreter, closed: Any, operands: list[PaddedArray]) -> list[PaddedArray]:
-    """Evaluate a jaxpr; what JAX itself refuses about a padded shape counts as refused."""
-    try:
-        return run.evaluate(closed, operands)
-    except (TypeError, ValueError, NotImplementedError) as error:
-        raise Refused("bind", f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
 
 
 def pad_to(array: np.ndarray[Any, Any], shape: Sequence[int], value: Any = 0) -> np.ndarray[Any, Any]:

@@ -14,14 +14,12 @@ from isthmus._runtime.padding.sizes import Refused, is_symbolic
     "eig",
     "eigh",
     "geqrf",
-    "householder_product",
     "lu",
     "qr",
     "schur",
     "svd",
     "triangular_solve",
     "tridiagonal",
-    "tridiagonal_solve",
 )
 def factorization(run: Interpreter, eqn: JaxprEqn, *operands: PaddedArray) -> list[PaddedArray]:
     """Factor each matrix of a padded batch; matrices of padding are zero, since solvers may not end on NaN."""
