@@ -341,7 +341,8 @@ class Builder:
 
 def is_made_like(op: OpOverload) -> bool:
     """Return whether an op makes a tensor like another and computes nothing of it: ``full_like``, ``new_ones``."""
-    return schema_of(op).name.endswith("_like") or schema_of(op).name.startswith("aten::new_")
+    name = schema_of(op).name
+    return name.endswith("_like") or name.startswith("aten::new_")
 
 
 def only(tensors: list[Any]) -> Any:
