@@ -32,7 +32,7 @@ from isthmus._device.kernels import (
     rnn,
 )
 from isthmus._device.kernels.conjugate import resolving
-from isthmus._device.torch_glue import module_to
+from isthmus._device.torch_glue import module_to, streams
 from isthmus._device.torch_glue.private import has_kernel, hide_from_dynamo
 from isthmus._graph.names import Missing, overload_named
 from isthmus._graph.schema import mutating_of, schema_of
@@ -48,6 +48,7 @@ _own = {
     **checked_composites.KERNELS,
     **ctc.KERNELS,
     **rnn.KERNELS,
+    **streams.KERNELS,
     **views.KERNELS,
     **factories.KERNELS,
     **factorizations.KERNELS,
