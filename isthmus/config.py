@@ -87,6 +87,13 @@ class Settings:
         variable="ISTHMUS_BACKEND",
         kind="the name of a backend",
     )
+    compile: str = _settings.setting(
+        "isthmus",
+        "What compiles graphs on the device where `torch.compile` names no backend: this package's, or TorchInductor, "
+        "which has no code generator for the device and raises.",
+        choices=("isthmus", "inductor"),
+        variable="ISTHMUS_COMPILE",
+    )
     graph_size: int = _settings.setting(
         5000, "How many ops lazy mode records before it runs them by itself.", variable="ISTHMUS_GRAPH_SIZE"
     )
@@ -100,6 +107,18 @@ class Settings:
         "What is logged: nothing, or each graph before and after a pass that changes it.",
         choices=("off", "passes"),
         variable="ISTHMUS_LOG",
+    )
+    shapes: str = _settings.setting(
+        "exact",
+        "What lazy mode compiles for sizes that change: a program per size, or, from the second size of a graph on, "
+        "programs for ranges of sizes on padded arrays.",
+        choices=("exact", "auto", "ranges"),
+        variable="ISTHMUS_SHAPES",
+    )
+    buckets: int = _settings.setting(
+        4,
+        "How many padded sizes there are between a power of two and the next, for programs that serve a range.",
+        variable="ISTHMUS_BUCKETS",
     )
     lines: str = _settings.setting(
         "off",
@@ -151,6 +170,15 @@ def _warn(text: str) -> None:
 def xla_flags() -> str:
     """Return the flags the environment gives XLA: programs compiled with others are other programs."""
     return os.environ.get("XLA_FLAGS", "")
+
+
+def cluster() -> dict[str, str]:
+    """Return what a launcher of several processes put into the environment: torchrun, SLURM, Open MPI, Cloud TPU."""
+    names = (
+        "RANK", "WORLD_SIZE", "MASTER_ADDR", "SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri", "TPU_WORKER_HOSTNAMES",
+        "MEGASCALE_COORDINATOR_ADDRESS",
+    )  # fmt: skip
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 @dataclass(frozen=True)

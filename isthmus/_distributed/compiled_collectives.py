@@ -17,6 +17,7 @@ over other ranks is left out of the program (``clusters.py`` cuts there) and ask
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -117,7 +118,7 @@ class Spread:
             check_vma=False,
         )
         built = compiler.build(spread, inputs, donate, options, title, cached=False)
-        return compiler.Executable(self._caller(built.call), built.lowered, built.compiled, built.seconds)
+        return replace(built, call=self._caller(built.call), shardings=None)  # local arrays come out
 
     def _caller(self, call: Callable[..., Any]) -> Callable[..., Any]:
         group, mesh = self.group, self.mesh

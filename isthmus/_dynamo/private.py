@@ -136,6 +136,7 @@ def parameter_places() -> set[int]:
     return set() if metadata is None else set(metadata.static_input_indices)
 
 
+@optional("a JAX function inside a compiled one breaks its graph", lambda function: function)
 def nonstrict_trace(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that Dynamo puts into its graph by what it does to tensors, not by its Python code."""
     import torch._dynamo
@@ -249,6 +250,13 @@ def _adds_nothing(meta: Any) -> bool:
         or meta.num_graphsafe_rng_states
         or meta.grad_enabled_mutation is not None
     ) and all(plain)
+
+
+def aot_autograd() -> Any:
+    """Return torch's maker of backends that get functional graphs of forward and backward; docs of torch name it."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    return aot_autograd
 
 
 def without_modes() -> Any:

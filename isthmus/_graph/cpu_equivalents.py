@@ -67,8 +67,8 @@ def lstm_cell(
     i, f, g, o = total.chunk(4, 1)
     i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
     cy = f * _wide(cx) + i * g
-    found = (o * cy.tanh(), cy, torch.cat([i, f, g, o], 1))
-    return tuple(x.to(input_gates.dtype) for x in found)
+    results = (o * cy.tanh(), cy, torch.cat([i, f, g, o], 1))
+    return tuple(x.to(input_gates.dtype) for x in results)
 
 
 def lstm_cell_backward(
@@ -97,8 +97,8 @@ def gru_cell(
     hr, hz, h_new = _gates(hidden_gates, hidden_bias).chunk(3, 1)
     reset, update, old = (ir + hr).sigmoid(), (iz + hz).sigmoid(), _wide(hx)
     new = (i_new + reset * h_new).tanh()
-    found = (update * old + (1 - update) * new, torch.cat([reset, update, new, old, h_new], 1))
-    return tuple(x.to(input_gates.dtype) for x in found)
+    results = (update * old + (1 - update) * new, torch.cat([reset, update, new, old, h_new], 1))
+    return tuple(x.to(input_gates.dtype) for x in results)
 
 
 def gru_cell_backward(grad_hy: Tensor, workspace: Tensor, has_bias: bool) -> Gradients:
@@ -117,10 +117,10 @@ def gru_cell_backward(grad_hy: Tensor, workspace: Tensor, has_bias: bool) -> Gra
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, is_causal: bool, scale: float | None
 ) -> Tensor:
-    found = torch.ops.aten._scaled_dot_product_attention_math.default(
+    results = torch.ops.aten._scaled_dot_product_attention_math.default(
         query, key, value, bias, 0.0, is_causal, None, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
     )
-    return found[0]
+    return results[0]
 
 
 def _log_sums(
@@ -173,16 +173,16 @@ def attention_backward(
     scale: float | None = None,
 ) -> Gradients:
     """Return the gradients of attention for query, key, value and bias, by torch's own autograd."""
-    given = [query, key, value, *([] if attn_bias is None else [attn_bias])]
+    inputs = [query, key, value, *([] if attn_bias is None else [attn_bias])]
     with torch.enable_grad():
-        wide = [_wide(x).clone() for x in given]
+        wide = [_wide(x).clone() for x in inputs]
         leaves = [x.requires_grad_() for x in wide if x.is_floating_point()]
         q, k, v, *bias = wide
-        found = _attention(q, k, v, bias[0] if bias else None, is_causal, scale)
-    grads: list[Tensor | None] = list(torch.autograd.grad(found, leaves, _wide(grad_out)))
+        out = _attention(q, k, v, bias[0] if bias else None, is_causal, scale)
+    grads: list[Tensor | None] = list(torch.autograd.grad(out, leaves, _wide(grad_out)))
     if attn_bias is None or attn_bias.dtype == torch.bool:
         grads.append(None if attn_bias is None else torch.zeros_like(attn_bias))
-    return tuple(None if g is None else g.to(x.dtype) for g, x in zip(grads, [*given, query], strict=False))
+    return tuple(None if g is None else g.to(x.dtype) for g, x in zip(grads, [*inputs, query], strict=False))
 
 
 def _widened(op: Any, *like: str | None) -> Callable[..., Any]:

@@ -80,8 +80,8 @@ def view(value: Type, size: tuple[int, ...]) -> Call:
 
 def permute(value: Type, order: tuple[int, ...]) -> Call:
     """Return the call that reorders a value's dims."""
-    found = Type(tuple(value.size[d] for d in order), value.dtype)
-    return call_of(_aten.permute.default, {"self": Input(0), "dims": order}, [found])
+    type = Type(tuple(value.size[d] for d in order), value.dtype)
+    return call_of(_aten.permute.default, {"self": Input(0), "dims": order}, [type])
 
 
 def cast(value: Type, dtype: torch.dtype) -> list[Call]:

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from isthmus import config
 from isthmus._device.core import donation, generator, mode
-from isthmus._device.core.buffer import Buffer
+from isthmus._device.core.buffer import Buffer, Signature
 from isthmus._device.core.resident_state import Residence
 from isthmus._device.core.views import attach_to
 from isthmus._device.torch_glue.private import empty_tensor, restride
+from isthmus._device.torch_glue.pytree import tree_flatten, tree_unflatten
 from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import Leaf, Node
 from isthmus._lazy import programs
@@ -24,8 +24,9 @@ from isthmus._lazy.captured_objects import Roots
 from isthmus._lazy.guards import Guard
 from isthmus._lazy.record_checks import ApiWatch, OpWatch
 from isthmus._lazy.trace import trace
+from isthmus._program import runner
 from isthmus._program.program import STATELESS, StateLayout
-from isthmus._runtime import counters
+from isthmus._runtime import counters, placement
 from isthmus._runtime.user_frames import user_line
 from isthmus.errors import JitError
 
@@ -46,7 +47,7 @@ class Capture:
         self.hosts: dict[int, tuple[Any, Tensor, Callable[[Tensor], Any]]] = {}
         self.own: dict[int, Buffer] = {}
         self.complete, self.reason = False, ""
-        self.program: Any = None
+        self.residences: runner.Residences | None = None
 
     @property
     def replayable(self) -> bool:
@@ -154,7 +155,7 @@ class Capture:
         self.results = [self._result(t, flat, at, born) for t in result]
         self._find_draws(start)
         self.reason = self.reason or self._why_not()
-        self._first_run(wanted, live)()
+        self._first_run(wanted, live, programs.shardings_of([*live, *extra]))()
         self._check_graphs(result)
         given = [t.detach() if _is_ours(t) and t.grad_fn is not None else t for t in result]
         return tree_unflatten(given, self.spec)
@@ -287,37 +288,40 @@ class Capture:
                 "backward() inside the function, return result.detach(), or call it under torch.no_grad()"
             )
 
-    def _first_run(self, wanted: tuple[Node, ...], live: list[Buffer]) -> Callable[[], None]:
+    def _first_run(
+        self, wanted: tuple[Node, ...], live: list[Buffer], shardings: programs.Shardings
+    ) -> Callable[[], None]:
         """Compute what the recording left, give it to its buffers, and return how to check the conditions."""
         self.writes: list[tuple[int, int, str, Any]] = []
         if not wanted:
             self.complete = True
             return _nothing
-        family = programs.family_of(wanted)
-        self.order = [family.unique.index(node) for node in wanted]
+        family = programs.family_of(wanted, shardings)
+        self.order = family.order(wanted, shardings)
         state, results = self._state(family.graph, wanted)
         dying = programs.dying(family) - {leaf for leaf, _ in state.pairs} if self.donate else frozenset()
-        self._use(family.find(dying, state, results))
-        program, self.lines = self.program, dict(trace.lines)
+        program: Any = family.find(dying, state, results)
+        self._use(program)
+        self.lines = dict(trace.lines)
         self.constants = program.pack_numbers(trace.numbers, trace.offsets)
         whole, bundles = program.packing.pick(trace.arrays.__getitem__)
-        arrays = [trace.arrays[at] for at in program.slots]
-        outputs: list[Any] = []
+        residence = self._residence()
 
-        def commit(found: Sequence[Any]) -> None:
-            outputs[:] = found
+        def bind(results: Sequence[Any]) -> None:
             for place, n, _, _ in self.writes:
                 if n < len(live):
-                    live[n].held = found[place]
+                    live[n].compute(results[place])
             self.complete = True
 
         try:
-            self.residence.begin(donation.own(whole), bundles)
-            inputs = program.arguments(arrays, self.constants, trace.draws[: program.draws])
-            self.residence.run(program.call, inputs, commit)
+            residence.begin(donation.own(whole), bundles)
+            arrays = [trace.arrays[at] for at in program.slots]
+            outputs = runner.run(
+                program, arrays, bind, constants=self.constants, draws=trace.draws, residence=residence
+            )
         except BaseException:
             if not self.complete:
-                self.residence.give_back()
+                residence.give_back()
             raise
         return partial(program.report, outputs, self.lines)
 
@@ -337,17 +341,29 @@ class Capture:
         return StateLayout(tuple(pairs)), tuple(plain)
 
     def _use(self, program: Any) -> None:
-        """Run this program from now on: find out where its inputs come from and its results go."""
-        self.program = program
+        """Find out where the program's inputs come from and its results go."""
+        self.residences = runner.Residences(program)
         self.inputs = [self.sources[at] for at in program.slots]
-        self.residence = Residence(*program.packing.pick(lambda leaf: self.sources[leaf][1]))
         state = {id(self.sources[leaf][1]) for leaf in program.packing.inputs}
         places = program.places
         self.writes = [
-            (places[self.order[n]], n, kind, target)
+            (places[self.order[n]], n, kind, self._computed(program, n) if kind == "new" else target)
             for n, (kind, target) in enumerate(self.targets)
             if kind != "buffer" or id(target) not in state
         ]
+
+    def _computed(self, program: Any, n: int) -> Signature:
+        """Return the signature of a new buffer; where XLA was to choose how it is split, it has."""
+        signature: Signature = self.targets[n][1]
+        if signature.sharding is not placement.OPEN:
+            return signature
+        sharding = program.result_shardings[program.results.index(self.order[n])]
+        return Signature.intern(signature.shape, signature.dtype, sharding=sharding)
+
+    def _residence(self) -> Residence:
+        """Return where the state is; there is one set of buffers."""
+        assert self.residences is not None
+        return self.residences.find((), lambda leaf: self.sources[leaf][1])
 
     def holds(self, roots: Roots, flat: list[Any]) -> bool:
         """Return whether everything the recording depends on is as it was when it began."""
@@ -357,27 +373,20 @@ class Capture:
 
     def run(self, flat: list[Any]) -> Any:
         """Do what the recording did, on these arguments."""
-        draws = self._draw()
-        program = self.program
-        if program is None:
+        draws = self._draw()  # also where no program reads them: the generator moves on
+        if self.residences is None:
             return self._given(self._write((), flat), flat)
-        if self.residence.wears:
-            self._use(program.unbundled())
-            program = self.program
-        outputs: list[Any] = []
         new: dict[int, Buffer] = {}
-
-        def commit(found: Sequence[Any]) -> None:
-            outputs[:] = found
-            new.update(self._write(found, flat))
-
-        with donation.lock:
-            inputs = [_take(kind, source, flat) for kind, source in self.inputs]
-            donated = [_lasting_buffer(self.inputs[at], flat) for at in program.donated]
-            undo = donation.take(inputs, program.donated, donated)
-            inputs = program.arguments(inputs, self.constants, draws[: program.draws])
-            self.residence.run(program.call, inputs, commit, undo)
-        del inputs
+        residence = self._residence()
+        program = self.residences.program
+        outputs = runner.run(
+            program,
+            [_source(kind, source, flat) for kind, source in self.inputs],
+            lambda results: new.update(self._write(results, flat)),
+            constants=self.constants,
+            draws=draws,
+            residence=residence,
+        )
         counters.count("replays")
         program.report(outputs, self.lines)
         return self._given(new, flat)
@@ -441,17 +450,10 @@ def _layout(tensor: Tensor) -> Layout:
     return tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype
 
 
-def _lasting_buffer(place: tuple[str, Any], flat: list[Any]) -> Buffer:
-    """Return the buffer of an input that is an argument or lives on, as all are whose memory is donated."""
-    kind, source = place
-    assert kind in ("buffer", "argument")
-    return source if kind == "buffer" else _buffer(flat[source])
-
-
-def _take(kind: str, source: Any, flat: list[Any]) -> Any:
-    """Return the array of one input."""
-    if kind in ("buffer", "argument"):
-        return _lasting_buffer((kind, source), flat).value
+def _source(kind: str, source: Any, flat: list[Any]) -> Any:
+    """Return the buffer or the array of one input."""
+    if kind == "argument":
+        return _buffer(flat[source])
     if kind == "moved":
         place, tensor, again = source
         return again(tensor if place is None else flat[place])

@@ -23,6 +23,7 @@ from isthmus import config
 from isthmus._device.core import generator
 from isthmus._device.core.buffer import Buffer, Lost, Signature
 from isthmus._device.core.donation import MARKERS, settled
+from isthmus._device.core.slack import Slack
 from isthmus._graph.nodes import Node, Type, leaf
 from isthmus._runtime.dtypes import to_torch_dtype
 from isthmus._runtime.host_arrays import LARGEST, NUMBER_DTYPES
@@ -87,7 +88,8 @@ class Trace:
             if not self.several or buffer.recorder == self.owner:
                 return held
             held = buffer.value  # runs the trace of the thread that recorded it
-        if type(held) in MARKERS:
+        # A program for a range of sizes takes an array with slack as it is; what isthmus.jit records is exact.
+        if type(held) in MARKERS and (type(held) is not Slack or self.refusal is not None):
             held = settled(buffer)
         at = self.places.get(id(buffer))
         # A buffer that died may have left its address to another, but not its array.
@@ -105,7 +107,8 @@ class Trace:
 
     def _new_array(self, key: tuple[int, Signature]) -> Node:
         at, signature = key
-        found = self.known[key] = leaf("array", at, Type(signature.shape, to_torch_dtype(signature.dtype)))
+        type = Type(signature.shape, to_torch_dtype(signature.dtype))
+        found = self.known[key] = leaf("array", at, type, sharding=signature.sharding)
         return found
 
     def number(self, value: Any) -> Node:

@@ -9,11 +9,12 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
 import jax
+import jax.export
 from jax.extend.core import Jaxpr, Primitive, get_opaque_trace_state
 from jax.interpreters import partial_eval
 
@@ -249,3 +250,36 @@ def cudnn_attention_gradients(
         query, key, value, *[absent] * 7, sums, out, grad, **{name: options[name] for name in names}
     )
     return tuple(gradients[:3])
+
+
+class SymbolicSizes:
+    """What padding reads of JAX's symbolic dimensions: the symbols of a size, and its value for given symbols."""
+
+    @staticmethod
+    def symbols(size: Any) -> frozenset[str]:
+        """Return the names of the symbols in a symbolic size."""
+        return frozenset(size._get_vars())
+
+    @staticmethod
+    def evaluate(size: Any, values: Mapping[str, Any]) -> Any:
+        """Return a symbolic size for these values of its symbols: integers, NumPy arrays or tracers."""
+        return size._evaluate(values)
+
+
+def _tried_symbolic_sizes() -> SymbolicSizes:
+    a, b = jax.export.symbolic_shape("a, b")
+    size = 2 * a * b - (a + 1) // 2
+    if SymbolicSizes.symbols(size) != {"a", "b"} or SymbolicSizes.evaluate(size, {"a": 3, "b": 5}) != 28:
+        raise TypeError("jax.export's symbolic sizes have other symbols or values")
+    return SymbolicSizes()
+
+
+@functools.cache
+def symbolic_sizes() -> SymbolicSizes | None:
+    """Return how to read symbolic sizes, or None where this JAX has changed them: then every size is exact."""
+    return choose(
+        "_runtime.private.symbolic_sizes",
+        "every new size of a tensor compiles a program of its own",
+        _tried_symbolic_sizes,  # type: ignore[arg-type]
+        None,
+    )

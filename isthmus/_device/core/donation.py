@@ -33,6 +33,7 @@ from itertools import starmap
 from typing import Any, TypeVar
 
 from isthmus._device.core.host_tensors import copied
+from isthmus._device.core.slack import Slack
 from isthmus._graph.nodes import Node
 from isthmus._runtime import memory
 
@@ -87,8 +88,8 @@ class Resident:
         self.residence = residence
 
 
-MARKERS = frozenset({Rewriting, Resident})
-"""Types of what a buffer holds while its array is elsewhere; no program takes them for an input.
+MARKERS = frozenset({Rewriting, Resident, Slack})
+"""Types of what a buffer holds while its array is elsewhere or larger; no program takes them for an input.
 
 An entry reads ``held`` and passes it on unseen, since a look at every input of every op would cost more than a failure
 now and then: JAX raises a TypeError for a marker, the entry asks ``is_unready``, settles the buffers and runs again.
@@ -104,6 +105,8 @@ def settled(buffer: Any) -> Array:
                 # No other thread has the lock, so either an interrupt left this behind, or a signal handler asks in
                 # the thread that rewrites the buffer, which binds its result in any case.
                 buffer.held = held.inputs[held.index]
+            elif type(held) is Slack:
+                buffer.held = held.exact()
             else:
                 held.residence.give_back()
                 if buffer.held is held:

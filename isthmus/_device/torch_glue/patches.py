@@ -86,6 +86,22 @@ TABLE: tuple[Patch, ...] = (
         "torch.UntypedStorage(8, device='jax') reads through a null pointer and ends the process; torch.load gets here",
     ),
     Patch(
+        "torch",
+        "Generator",
+        IMPORT,
+        "torch.Generator(device='jax') asks C++ for a generator that Python cannot provide, and may be the first use "
+        "of the device",
+    ),
+    Patch(
+        "torch._library.opaque_object",
+        "_OPAQUE_TYPES",
+        IMPORT,
+        "Dynamo treats a generator of the device as one of torch's own",
+        optional=True,
+        adds=True,
+        versions="torch 2.13 and later",
+    ),
+    Patch(
         "torch.jit",
         "load",
         IMPORT,
@@ -151,6 +167,12 @@ TABLE: tuple[Patch, ...] = (
         TENSOR,
         "torch has no kernel of flex_attention for autocast on this device, and a library cannot register one",
         adds=True,
+    ),
+    Patch(
+        "torch._TorchCompileInductorWrapper",
+        "__call__",
+        TENSOR,
+        "torch.compile(model) names no backend, and TorchInductor has no code generator for the device",
     ),
     Patch(
         "torch._dynamo.variables.optimizer.OptimizerVariable",

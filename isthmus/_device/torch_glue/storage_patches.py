@@ -19,6 +19,7 @@ import torch
 from isthmus._device.core.mode import reason
 from isthmus._device.torch_glue import patches
 from isthmus._device.torch_glue.private import contents, empty_tensor, hide_from_dynamo, set_contents
+from isthmus._graph.private import address_of
 
 Storage = torch.UntypedStorage
 
@@ -70,7 +71,7 @@ def _nbytes(storage: Any) -> int:
 
 def _data_ptr(storage: Any) -> int:
     # No address a program could read: it only tells storages apart, as pointers do.
-    return storage._cdata << 16 if _nbytes(storage) else 0
+    return address_of(storage) << 16 if _nbytes(storage) else 0
 
 
 def _host_bytes(storage: Any) -> Any:
@@ -130,7 +131,9 @@ def _replace(storage: Any, data: Any) -> None:
     held.rebind(from_numpy(data.view(dtype).reshape(shape if same else -1)))
     if data.nbytes < before:
         signature = held.signature
-        held.signature = type(signature).intern(signature.shape, dtype, signature.traced, shrunk=True)
+        held.signature = type(signature).intern(
+            signature.shape, dtype, signature.traced, True, signature.sharding
+        )
 
 
 def _resize_(storage: Any, size: int) -> Any:

@@ -66,7 +66,8 @@ def _flash_takes(query: Array, key: Array, value: Array, bias: Array | None, is_
     # cuDNN's kernels are for half types, and for head widths that are multiples of 8.
     half = query.dtype in (jnp.bfloat16, jnp.float16)
     shapes = key.shape == value.shape and (not is_causal or query.shape[2] == key.shape[2])
-    return compiler.platform() == "gpu" and half and bias is None and shapes and query.shape[-1] % 8 == 0
+    here = compiler.platform() == "gpu" and not compiler.is_portable()
+    return here and half and bias is None and shapes and query.shape[-1] % 8 == 0
 
 
 def _scale(query: Array, scale: float | None) -> float:
