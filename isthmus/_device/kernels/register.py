@@ -28,7 +28,7 @@ from isthmus._device.kernels import (
     random_factories,
 )
 from isthmus._device.kernels.conjugate import resolving
-from isthmus._device.torch_glue import module_to
+from isthmus._device.torch_glue import module_to, streams
 from isthmus._device.torch_glue.private import has_kernel, hide_from_dynamo
 from isthmus._graph.names import Missing, overload_named
 from isthmus._graph.private import OpOverload, torch_schema
@@ -43,6 +43,7 @@ _own = {
     **attention.KERNELS,
     **checked_composites.KERNELS,
     **nn_forms.KERNELS,
+    **streams.KERNELS,
     **views.KERNELS,
     **factories.KERNELS,
     **factorizations.KERNELS,

@@ -24,6 +24,7 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  #
 _UNDEFINED = torch._C.DispatchKey.Undefined
 _AUTOCASTS = [key for name, key in torch._C.DispatchKey.__members__.items() if name.startswith("Autocast")]
 empty_tensor = torch._C._acc.create_empty_tensor
+PRIVATE_USE_1 = int(torch._C._autograd.DeviceType.PrivateUse1)  # type: ignore[call-overload]
 Generator = torch._C.Generator  # ``torch.Generator`` is replaced (generators.py)
 
 
