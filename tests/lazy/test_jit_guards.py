@@ -352,3 +352,49 @@ def test_gradients_of_arguments() -> None:
         f(x)
         assert x.grad.tolist() == [2 * (i + n) for i in range(3)]
     assert len(runs) == 1
+
+
+def scaled(x, mask):
+    """Take another way where nothing is masked, as transformers does."""
+    return x * 2 if mask.all() else torch.where(mask, x, 0.0)
+
+
+def test_a_truth_of_arguments_is_guarded():
+    recorded = []
+
+    def function(x, mask):
+        recorded.append(mask)
+        return scaled(x, mask)
+
+    fast = isthmus.jit(function)
+    x = torch.arange(4.0)
+    masks = [[1, 0, 1, 1], [0, 0, 1, 1], [1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1]]
+    for row in masks:
+        mask = torch.tensor(row, dtype=torch.bool)
+        for _ in range(2):
+            found = fast(x.to("jax"), mask.to("jax"))
+            assert torch.equal(found.cpu(), scaled(x, mask))
+    assert len(recorded) == 2  # once for each truth
+
+
+def test_a_truth_of_an_argument_that_is_written_is_computed_of_what_it_was():
+    def function(x):
+        x += 1
+        if (x > 1.5).all():
+            return x * 10
+        return x.clone()
+
+    fast = isthmus.jit(function)
+    x, y = torch.zeros(2, device="jax"), torch.zeros(2)
+    for _ in range(4):
+        assert torch.equal(fast(x).cpu(), function(y))
+        assert torch.equal(x.cpu(), y)
+
+
+@pytest.mark.parametrize(
+    "read", [lambda x, w: x.sum().item(), lambda x, w: bool((w > 0).all()), lambda x, w: (x > 0).tolist()]
+)
+def test_only_truths_of_arguments_are_guarded(read):
+    weight = torch.ones(3, device="jax")
+    with pytest.raises(JitError, match="a value is read"):
+        isthmus.jit(lambda x: (read(x, weight), x + 1)[1])(torch.ones(3, device="jax"))

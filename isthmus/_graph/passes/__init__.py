@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 from isthmus import config
 from isthmus._graph.graph import Graph
+from isthmus._graph.passes.attention_masks import attention_masks
 from isthmus._graph.passes.constants import fold_constants
 from isthmus._graph.passes.cross_entropy import cross_entropy
 from isthmus._graph.passes.rewrite import Rule, rewrite
@@ -49,6 +50,7 @@ class Pass:
 
 
 PASSES = (
+    Pass("attention_masks", attention_masks, frozenset({"lazy", "compile", "joint"})),
     Pass("cross_entropy", cross_entropy, frozenset({"lazy", "compile", "joint"})),
     # Not in lazy mode: there the ends of a slice are run-time numbers, so that a sliding slice compiles once.
     Pass("slice_gradients", slice_gradients, frozenset({"compile", "joint"})),
