@@ -277,6 +277,7 @@ class Process:
 def run(options: argparse.Namespace) -> Iterator[Record]:
     """Run the contenders that are chosen, and give the results of each."""
     pairs = [(model, contender) for model in options.models for contender in options.contenders]
+    pairs = [tuple(pair.split(":")) for pair in options.pairs] or pairs
     for at in range(0, len(pairs), options.parallel):
         processes = [Process(model, contender, options) for model, contender in pairs[at : at + options.parallel]]
         ready = [process.ready() for process in processes]
@@ -323,6 +324,7 @@ def main() -> None:
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--pairs", nargs="+", default=[], help="instead of both: llama:jit bert:step")
     parser.add_argument("--parallel", type=int, default=1, help="processes at a time, until they are timed")
     parser.add_argument("--limit", type=float, default=300, help="seconds that a process may take")
     parser.add_argument("--no-forward", dest="forward", action="store_false", help="training steps alone")
