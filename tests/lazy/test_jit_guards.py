@@ -398,3 +398,29 @@ def test_only_truths_of_arguments_are_guarded(read):
     weight = torch.ones(3, device="jax")
     with pytest.raises(JitError, match="a value is read"):
         isthmus.jit(lambda x: (read(x, weight), x + 1)[1])(torch.ones(3, device="jax"))
+
+
+def test_modules_that_a_function_makes_are_no_strangers():
+    recorded = []
+
+    def function(x, y):
+        recorded.append(x)
+        return nn.CrossEntropyLoss(label_smoothing=0.1)(nn.Sequential(nn.ReLU(), nn.Softplus())(x), y)
+
+    fast = isthmus.jit(function)
+    for seed in range(3):
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
+        y = torch.arange(4)
+        with torch.no_grad():
+            found = fast(x.to("jax"), y.to("jax"))
+        assert torch.allclose(found.cpu(), function(x, y))
+        recorded.pop()
+    assert len(recorded) == 1
+    assert not hasattr(nn.Module.__init__, "__wrapped__")
+
+
+def test_a_module_from_a_queue_is_a_stranger():
+    queue = [[[nn.LeakyReLU(0.1)]], [[nn.LeakyReLU(0.3)]]] * 2
+    x = -torch.ones(2, device="jax")
+    fast = isthmus.jit(lambda x: [*zip(*queue.pop(0), strict=True)][0][0](x))
+    assert [float(fast(x)[0]) for _ in range(4)] == [pytest.approx(-n) for n in (0.1, 0.3, 0.1, 0.3)]

@@ -188,6 +188,12 @@ TABLE: tuple[Patch, ...] = (
         "threads that look this backend up at once each register it, and torch refuses all but the first",
     ),
     Patch(
+        "torch.nn.Module",
+        "__init__",
+        CALL,
+        "isthmus.jit has to know which modules a function makes itself, and torch has no hook for a new module",
+    ),
+    Patch(
         "torch.autograd.Function",
         "apply",
         CALL,
