@@ -52,7 +52,7 @@ class Contender:
     """A model, its optimizer and its batch on a device, and the ways to run them."""
 
     def __init__(self, model: str, name: str, tiny: bool, foreign: str) -> None:
-        if name in _OURS:
+        if name in _OURS and name != "cuda-step":
             import isthmus
 
             self.isthmus = isthmus
@@ -159,6 +159,10 @@ class Contender:
         """Return what did not run on the device, or ""."""
         if self.name not in _OURS:
             return ""
+        # On CUDA tensors the backend has loaded it by now, without the device, which would take CUDA's place.
+        import isthmus
+
+        self.isthmus = isthmus
         return ", ".join(f"{op} on the CPU" for op in self.isthmus.metrics.fallbacks())
 
 

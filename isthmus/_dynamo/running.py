@@ -16,6 +16,7 @@ from isthmus._device.core.buffer import Buffer, buffer_of
 from isthmus._device.core.resident_state import Residence
 from isthmus._device.core.slots import TensorSlot
 from isthmus._dynamo import compile_log, dlpack
+from isthmus._dynamo.saved_tensors import Contents
 from isthmus._dynamo.specialization import SavedSlot, Specialization
 from isthmus._runtime import memory
 from isthmus._runtime.private import forgetting_callers
@@ -51,6 +52,9 @@ class Run:
             for here, slot in zip(one.local, one.slots, strict=True)
             if isinstance(slot, (TensorSlot, SavedSlot))
         ]
+        # torch's stream waits for what leaves the program; what forward saves does not leave it.
+        leaves = bool(targets) or any(not isinstance(spec, Contents) for spec in one.returns.specs)
+        self.waits = not all(tensors) and (dlpack.waits(one.devices) or not leaves)
         self.foreign, self.checked = not all(tensors), bool(program.checks.errors)
         # Where every source is a buffer, they are read in a loop that Python does not run.
         self.plain = not self.foreign and len(tensors) == len(one.inputs)
@@ -92,7 +96,7 @@ class Run:
         def commit(outputs: Sequence[Any]) -> Sequence[Any]:
             if residence is not None and not args[self.kept[0]].is_inference():
                 torch.autograd.graph.increment_version([args[at] for at in self.kept])
-            if self.foreign:
+            if self.waits:
                 jax.block_until_ready(outputs)
             fresh = outputs[self.state :] if self.state else outputs
             if self.written:
@@ -146,13 +150,20 @@ def _rebinder(places: list[int], slots: list[Any], here: bool) -> Callable[[list
             torch.autograd.graph.increment_version(targets)
 
     def copy_back(args: list[Any], outputs: Sequence[Any]) -> None:
+        foreign: dict[tuple[torch.device, torch.dtype], tuple[list[Any], list[Any]]] = {}
         for at, slot, value in zip(places, slots, outputs, strict=False):
             target = args[at]
             if target.device.type == "jax":
                 buffer_of(target).bind(value)
                 torch.autograd.graph.increment_version(target)
                 continue
-            with torch.no_grad():
-                target.copy_(dlpack.depart(value, slot.spec.size, slot.spec.stride, target.device))
+            new = dlpack.depart(value, slot.spec.size, slot.spec.stride, target.device)
+            targets, values = foreign.setdefault((target.device, target.dtype), ([], []))
+            targets.append(target)
+            values.append(new)
+        # One call for all: an optimizer's step writes hundreds of tensors.
+        with torch.no_grad():
+            for targets, values in foreign.values():
+                torch._foreach_copy_(targets, values)
 
     return rebind if here else copy_back
