@@ -77,3 +77,9 @@ def packed_strides(size: Ints, stride: Ints) -> Ints:
     order = storage_order(size, stride)
     packed = dict(zip(order, contiguous_strides([size[d] for d in order]), strict=True))
     return tuple(packed[d] for d in range(len(size)))
+
+
+def channels_last_strides(size: Ints) -> Ints:
+    """Return the strides of (batch, channels, height, width) whose channels lie side by side in memory."""
+    batch, channels, height, width = size
+    return (channels * height * width, 1, channels * width, channels)

@@ -25,6 +25,7 @@ from isthmus._lazy.captured_objects import Roots
 from isthmus._lazy.guards import Guard
 from isthmus._lazy.record_checks import ApiWatch, OpWatch
 from isthmus._lazy.trace import trace
+from isthmus._lazy.value_guards import ValueGuard, guarded
 from isthmus._program import runner
 from isthmus._program.program import STATELESS, StateLayout
 from isthmus._runtime import counters, placement
@@ -47,6 +48,7 @@ class Capture:
         self.roots, self.donate = roots, donate
         self.hosts: dict[int, tuple[Any, Tensor, Callable[[Tensor], Any]]] = {}
         self.own: dict[int, Buffer] = {}
+        self.values: list[ValueGuard] = []
         self.complete, self.reason = False, ""
         self.residences: runner.Residences | None = None
 
@@ -71,10 +73,14 @@ class Capture:
         )
 
     def read(self, buffer: Buffer) -> Any:
-        """Return a value that is read, if it is the same at every replay: one made of numbers alone."""
+        """Return a value that is read, if it is the same at every replay: made of numbers alone, or guarded."""
         node = buffer.held
         if type(node) is not Node or not programs.is_fixed(node):
-            raise self.refuse_read()
+            guard = guarded(node, self.places)
+            if guard is None:
+                raise self.refuse_read()
+            self.values.append(guard)
+            return guard.value
         program = programs.family_of((node,)).find(frozenset())
         constants = program.pack_numbers(trace.numbers, trace.offsets)
         return program.call(*program.arguments([], constants, []))[0]
@@ -83,7 +89,8 @@ class Capture:
         """Return the error for a value that is read."""
         return JitError(
             f"isthmus.jit: a value is read while the function is recorded ({user_line()}), by .item(), .cpu(), "
-            f"bool(), print or an op whose result's size depends on values. Return the tensor and read it outside"
+            f"bool(), print or an op whose result's size depends on values. Return the tensor and read it outside; "
+            f"only a truth of arguments, such as bool(mask.all()), can be read in here"
         )
 
     def record(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -93,6 +100,7 @@ class Capture:
         flat, _ = tree_flatten((args, kwargs))
         self.guard = Guard(self.roots)
         ours = [t for t in flat if _is_ours(t)]
+        self.places = {id(buffer_of(t)): n for n, t in enumerate(flat) if _is_ours(t)}
         layouts = [(buffer_of(t), buffer_of(t).signature, _layout(t)) for t in ours]
         leaves = [t for t in ours if t.is_leaf and t.requires_grad]
         grads = [(t, t.grad) for t in [*self.guard.parameters, *leaves]]
@@ -141,7 +149,7 @@ class Capture:
         self, result: list[Any], flat: list[Any], grads: list[tuple[Tensor, Any]], born: set[int], start: Any
     ) -> Any:
         live = trace.live()
-        at = {id(buffer_of(t)): n for n, t in enumerate(flat) if _is_ours(t)}
+        at = self.places
         lasting = {id(buffer): tensor for tensor, buffer, _ in self.guard.buffers}
         self.lasting = frozenset(lasting)
         self.shared = self._shared(flat)
@@ -370,7 +378,12 @@ class Capture:
         """Return whether everything the recording depends on is as it was when it began."""
         if self._shared(flat) != self.shared or not self.guard.holds(roots):
             return False
-        return all([leaf.grad is grad for leaf, grad in self.added])
+        if not all([leaf.grad is grad for leaf, grad in self.added]):
+            return False
+        if not self.values:
+            return True
+        buffers = [buffer_of(t) if _is_ours(t) else None for t in flat]
+        return all([value.holds(buffers) for value in self.values])
 
     def run(self, flat: list[Any]) -> Any:
         """Do what the recording did, on these arguments."""

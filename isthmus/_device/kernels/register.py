@@ -22,6 +22,7 @@ from isthmus._device.kernels import (
     checked_composites,
     factories,
     factorizations,
+    lstm,
     mask_indexing,
     mixed_lists,
     nn_forms,
@@ -107,7 +108,7 @@ def _register_by_hand(name: str, kernel: Callable[..., Any], key: str) -> None:
 
 for _name, _function in _own.items():
     _register_by_hand(_name, _function, "PrivateUse1")
-for _module in (attention, checked_composites, module_to, random_factories, allclose_in_backward):
+for _module in (attention, checked_composites, module_to, random_factories, allclose_in_backward, lstm):
     for _name, _function in _module.AUTOGRAD_KERNELS.items():
         _register_by_hand(_name, _function, "AutogradPrivateUse1")
 for _lowering in list(registry.values()):

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 
 from isthmus import config
 from isthmus._graph.graph import Graph
+from isthmus._graph.passes.attention_masks import attention_masks
 from isthmus._graph.passes.constants import fold_constants
 from isthmus._graph.passes.cross_entropy import cross_entropy
 from isthmus._graph.passes.rewrite import Rule, rewrite
@@ -52,6 +53,7 @@ class Pass:
 
 
 PASSES = (
+    Pass("attention_masks", attention_masks, frozenset({"lazy", "compile", "joint"})),
     Pass("cross_entropy", cross_entropy, frozenset({"lazy", "compile", "joint", "export"})),
     # In lazy mode for slices whose ends have not changed yet: others are run-time numbers.
     Pass("slice_gradients", slice_gradients, frozenset({"lazy", "compile", "joint", "export"})),
