@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.interpreters import forked_early, fresh
+from tests.interpreters import forked, forked_early, fresh
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "isthmus"
@@ -194,6 +194,12 @@ def test_the_first_tensor_loads_jax() -> None:
     loaded = python("import torch; torch.empty(2, device='jax')" + LOADED, forked_early)
     assert "'jax'" in loaded
     assert "'isthmus._ops.registry'" in loaded
+
+
+def test_importing_everything_starts_no_backend() -> None:
+    # Children of a process may use the device only if JAX had not started before the fork.
+    code = "from isthmus._runtime import compiler; print(compiler.default_device.cache_info().currsize)"
+    assert python(code, forked) == "0"
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,8 @@ class Packing:
 
 
 def _bundles(pairs: Sequence[Pair], kinds: Mapping[int, Kind]) -> list[list[Pair]]:
+    if not pairs:
+        return []  # without asking for the platform: that starts JAX, which nothing may do while modules are imported
     limit = _SMALL.get(compiler.platform(), _SMALL_ELSEWHERE)
     groups: dict[Any, list[Pair]] = {}
     for pair in pairs:
