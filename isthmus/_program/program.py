@@ -156,9 +156,9 @@ class CompiledProgram:
         count = len(self.packing)
         donated = (*range(count), *[count + at for at in self.donated])
         arrays_of, extras = separated(self._trace)
-        spread = across(graph)
-        build = build if spread is None else spread.build
         try:
+            spread = across(graph)
+            build = build if spread is None else spread.build
             self.executable = build(arrays_of, self._examples(kinds), donated, options, title)
         except CallFailure as failure:
             # Named by the node that was recorded, not by what passes made of it.

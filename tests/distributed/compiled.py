@@ -55,7 +55,7 @@ def check_one_program(rank: int, world: int) -> None:
         again = compiled(x, y)
     assert asked == []
     (program,) = record.compilations
-    text = program.executable.compiled.as_text()
+    text = program.made.executable.compiled.as_text()
     assert all(name in text for name in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all"))
     torch.testing.assert_close(got.cpu(), wanted)
     torch.testing.assert_close(again.cpu(), wanted)
