@@ -73,7 +73,9 @@ class SizeFamily:
     def match(self, graph: Graph, found: Skeleton) -> tuple[RangedProgram, Ints] | None:
         """Return the program and the sizes for a graph; None where it is to be compiled exactly."""
         sizes = self.template.match(found.ints) if self.template is not None else None
-        if sizes is None and found.ints not in self.samples and len(self.samples) < _SAMPLES:
+        if sizes is not None and self.program is not None:
+            return (self.program, sizes) if _is_prepared(self.program, sizes) else None
+        if found.ints not in self.samples and len(self.samples) < _SAMPLES:
             self.samples.append(found.ints)
             if len(self.samples) > 1:
                 sizes = self._generalise(graph, found)
@@ -89,13 +91,29 @@ class SizeFamily:
             return None
         try:
             program = RangedProgram(graph, template)
-            program.prepare(sizes)
         except Refused as error:
-            counters.count("sizes refused")
-            refusals[str(error)] += 1
+            _note(error)
+            return None
+        if not _is_prepared(program, sizes):
             return None
         self.template, self.program = template, program
         return sizes
+
+
+def _note(error: Refused) -> None:
+    """Count a graph that is compiled exactly."""
+    counters.count("sizes refused")
+    refusals[str(error)] += 1
+
+
+def _is_prepared(program: RangedProgram, sizes: Ints) -> bool:
+    """Compile a program for these sizes, if it is not yet; return whether padding allows it."""
+    try:
+        program.prepare(sizes)
+    except Refused as error:
+        _note(error)
+        return False
+    return True
 
 
 class RangedProgram:
@@ -138,7 +156,14 @@ class RangedProgram:
         An executable that overwrites fewer arrays than could be serves as well; one that overwrites more is compiled
         where more arrays die than ever before.
         """
-        ranges = self._ranges(sizes)
+        try:
+            return self._prepare(self._ranges(sizes))
+        except Refused:
+            if not self._runs.pop(self.padded.sizes_for(self._values(sizes), config.buckets).key, 0):
+                raise
+            return self._prepare(self._ranges(sizes))  # a narrow range is refused where the wide one was not
+
+    def _prepare(self, ranges: Sizes) -> tuple[PaddedExecutable, tuple[int, ...], bool]:
         shapes = [tuple(ranges.padded(n) for n in shape) for shape in self.padded.inputs]
         donate = self._donatable(
             shapes, [tuple(ranges.padded(n) for n in shape) for shape in self.padded.outputs]
@@ -188,7 +213,9 @@ class RangedProgram:
         executable, donate, there = self.prepare(sizes)
         self._runs[self.padded.sizes_for(self._values(sizes), config.buckets).key] += 1
         # Before arrays are in a list, which would count as a reference.
-        held = [n for n in donate if not (self._is_fresh(n, executable.inputs[n]) or _is_dying(self.slots[n]))]
+        held = [
+            n for n in donate if not (self._is_fresh(n, executable.inputs[n]) or _is_dying(self.slots[n]))
+        ]
         arrays = [self._array(n, executable.inputs[n]) for n in range(len(self.slots))]
         for n in held:
             arrays[n] = copied(arrays[n])
@@ -267,8 +294,7 @@ def _match(wanted: tuple[Node, ...]) -> Match | None:
         with temporary():
             graph = _without_strides(optimise(Graph.of(wanted), "lazy"), trace.offsets)
     except Refused as error:
-        counters.count("sizes refused")
-        refusals[str(error)] += 1
+        _note(error)
         return None
     found = skeleton(graph)
     if found is None:
