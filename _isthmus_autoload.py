@@ -89,6 +89,16 @@ def _refuse_uses(error: Exception) -> None:
         return
 
 
+def create_process_group(options: Any, backend_options: Any = None) -> Any:
+    """Make a group of ``torch.distributed``'s backend "jax", for ``init_process_group`` and ``new_group``."""
+    from isthmus import _upstream
+
+    _upstream.require_jax()
+    from isthmus._distributed.group import create
+
+    return create(options)
+
+
 def make_room() -> None:
     """Take back what says that there is no device: there is one now."""
     if isinstance(getattr(torch, "jax", None), _Absent):

@@ -26,11 +26,19 @@ import torch  # noqa: F401
 import _isthmus_autoload
 from isthmus import config, errors
 from isthmus._caches import clear_caches
-from isthmus._graph.backends import register_backend
 from isthmus._upstream import DRIFT, not_available
-from isthmus.explain import explain
-from isthmus.modes import begin as _begin
-from isthmus.modes import graph_of, jit, lazy, mode, set_mode, sync
+
+try:
+    from isthmus._device.torch_glue.registration import register
+    from isthmus._graph.backends import register_backend
+    from isthmus.explain import explain
+    from isthmus.modes import begin as _begin
+    from isthmus.modes import graph_of, jit, lazy, mode, set_mode, sync
+
+    if _isthmus_autoload.asked_for:
+        register()
+except DRIFT as _error:  # a private name that this torch does not have, or has otherwise
+    raise not_available(_error) from _error
 
 if TYPE_CHECKING:  # the names of _LATER, for type checkers and editors
     from isthmus import checkpoint, metrics, optax
@@ -74,13 +82,6 @@ __all__ = [
     "train_step",
 ]
 
-try:
-    from isthmus._device.torch_glue.registration import register
-
-    if _isthmus_autoload.asked_for:
-        register()
-except DRIFT as _error:
-    raise not_available(_error) from _error
 _begin(config.current.mode)  # the mode that ISTHMUS_MODE names
 
 

@@ -87,6 +87,13 @@ class Settings:
         variable="ISTHMUS_BACKEND",
         kind="the name of a backend",
     )
+    compile: str = _settings.setting(
+        "isthmus",
+        "What compiles graphs on the device where `torch.compile` names no backend: this package's, or TorchInductor, "
+        "which has no code generator for the device and raises.",
+        choices=("isthmus", "inductor"),
+        variable="ISTHMUS_COMPILE",
+    )
     graph_size: int = _settings.setting(
         5000, "How many ops lazy mode records before it runs them by itself.", variable="ISTHMUS_GRAPH_SIZE"
     )
@@ -163,6 +170,29 @@ def _warn(text: str) -> None:
 def xla_flags() -> str:
     """Return the flags the environment gives XLA: programs compiled with others are other programs."""
     return os.environ.get("XLA_FLAGS", "")
+
+
+def cluster() -> dict[str, str]:
+    """Return what a launcher of several processes put into the environment: torchrun, SLURM, Open MPI, Cloud TPU."""
+    names = (
+        "RANK", "WORLD_SIZE", "MASTER_ADDR", "SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri", "TPU_WORKER_HOSTNAMES",
+        "MEGASCALE_COORDINATOR_ADDRESS",
+    )  # fmt: skip
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What ``torchrun`` says about this process: its place on the host, and the address of the first host."""
+
+    local_rank: int | None
+    address: str | None
+
+
+def launch() -> Launch:
+    """Return what the launcher of this process put into the environment."""
+    rank = os.environ.get("LOCAL_RANK", "")
+    return Launch(int(rank) if rank.isdecimal() else None, os.environ.get("MASTER_ADDR") or None)
 
 
 @dataclass(frozen=True)

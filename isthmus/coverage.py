@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch._ops import OpOverload
 
 from isthmus._device.core import decompose
 from isthmus._device.kernels import register
 from isthmus._device.torch_glue.private import has_kernel, op_names
+from isthmus._graph.private import OpOverload
 from isthmus._graph.schema import functional_of, mutating_of, schema_of
 from isthmus._ops.registry import place_of_function, registry
 
@@ -83,7 +83,7 @@ def overloads(name: str) -> list[OpOverload]:
     namespace = parts.pop(0) if has_namespace else "aten"
     packets = [parts[0]] if len(parts) > 1 or parts[0].startswith("_") else [parts[0], f"_{parts[0]}"]
     candidates = [op for packet in packets for op in _packet(namespace, packet, known)]
-    return [op for op in candidates if len(parts) == 1 or op._overloadname == parts[1]]
+    return [op for op in candidates if len(parts) == 1 or (schema_of(op).overload or "default") == parts[1]]
 
 
 def families() -> dict[str, list[OpOverload]]:

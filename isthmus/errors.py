@@ -50,6 +50,10 @@ class ExportError(IsthmusError):
     """A model cannot be exported, or a file is no exported program."""
 
 
+class CollectiveError(IsthmusError):
+    """A collective of ``torch.distributed`` failed: ranks called different ones, or one of them is gone."""
+
+
 class DamagedFile(IsthmusError, ValueError):
     """A file is not as it was written: ``file`` is its path, ``part`` what is wrong in it."""
 

@@ -1,8 +1,8 @@
 """Check Isthmus against the torch and JAX releases it claims to work on; run by ``make test-versions``.
 
-One virtual environment per row of ``PAIRS``, made and removed one after the other under ``build/versions/``: the
-registry's torch is its CUDA build, several gigabytes each. In each environment, as a user would install it
-(``pip install .``, not an editable install):
+One virtual environment per row of ``PAIRS``, made and removed one after the other under ``build/versions/``, whatever
+becomes of it: the registry's torch is its CUDA build, several gigabytes each. In each environment, as a user would
+install it (``pip install .``, not an editable install):
 
 1. ``isthmus doctor`` must find nothing wrong;
 2. every Python block of README.md must run;
@@ -19,6 +19,7 @@ import datetime
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -33,6 +34,8 @@ TORCH = ("2.11.0", "2.12.1", "2.14.1", "2.15.0")
 # JAX 0.10 is the last that runs on Python 3.11; the newest JAX is checked on the newest Python.
 SURROUNDINGS = (("3.11", "jax>=0.10,<0.11"), ("3.13", "jax"))
 TESTS = 300
+# Seconds for each pip install (several gigabytes), for a short command, and for the tests.
+INSTALLING, SHORT, TESTING = 3600, 300, 2400
 # What the tests import. transformers and flax hold torch and JAX to no version that matters here.
 TEST_PACKAGES = (
     "equinox",
@@ -91,7 +94,10 @@ def interpreter(version: str) -> str | None:
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     candidates += sorted(map(str, pyenv.glob(f"{version}.*/bin/python")), reverse=True)
     for candidate in filter(None, candidates):
-        asked = subprocess.run([candidate, "-c", "import venv"], capture_output=True, check=False)
+        try:
+            asked = subprocess.run([candidate, "-c", "import venv"], capture_output=True, timeout=SHORT)
+        except (OSError, subprocess.TimeoutExpired):
+            continue
         if asked.returncode == 0:
             return candidate
     return None
@@ -108,38 +114,68 @@ def snapshot() -> None:
             shutil.copy(ROOT / name, SOURCE / name)
 
 
-def environment(pair: Pair) -> Path:
-    """Make the virtual environment of a pair and return its Python."""
-    where = WORK / pair.name.replace(":", "-py")
+def place(pair: Pair) -> Path:
+    """Return the folder of a pair's virtual environment."""
+    return WORK / pair.name.replace(":", "-py")
+
+
+def environment(pair: Pair, logs: Path) -> Path:
+    """Make the virtual environment of a pair and return its Python; raise ``Failed`` where that does not work."""
+    where = place(pair)
     python = where / "bin" / "python"
+    pip = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check")
     if not (where / ".installed").exists():
         base = interpreter(pair.python)
         if base is None:
-            raise SystemExit(f"python{pair.python} is neither on PATH nor in pyenv")
-        subprocess.run([base, "-m", "venv", "--clear", where], check=True)
-        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*pip, f"torch=={pair.torch}", pair.jax], check=True)
-        subprocess.run([*pip, *TEST_PACKAGES], check=True)
+            raise Failed(f"python{pair.python} is neither on PATH nor in pyenv")
+        must(run(Path(base), logs / "venv.log", "-m", "venv", "--clear", str(where)))
+        packages = [f"torch=={pair.torch}", pair.jax]
+        must(run(python, logs / "pip-pair.log", *pip, *packages, limit=INSTALLING))
+        must(run(python, logs / "pip-tests.log", *pip, *TEST_PACKAGES, limit=INSTALLING))
         (where / ".installed").touch()
     # Always anew: the sources may have changed since the environment was made.
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    subprocess.run([*pip, "--force-reinstall", SOURCE], check=True)
+    anew = (*pip, "--no-deps", "--force-reinstall", str(SOURCE))
+    must(run(python, logs / "pip-isthmus.log", *anew, limit=INSTALLING))
     return python
 
 
+class Failed(Exception):
+    """An environment cannot be made."""
+
+
+def must(ran: subprocess.CompletedProcess[str]) -> None:
+    """Raise unless a command succeeded."""
+    if ran.returncode:
+        raise Failed(f"{' '.join(ran.args)}: {(ran.stdout + ran.stderr).strip()[-500:]}")
+
+
 def run(
-    python: Path, log: Path, *arguments: str, folder: Path | None = None, limit: int = 300
+    python: Path, log: Path, *arguments: str, folder: Path | None = None, limit: int = SHORT
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command of the environment with its output in ``log``; a time-out is a failure."""
+    """Run a command of the environment with its output in ``log``; a time-out is a failure and ends its children."""
     command = [str(python), *arguments]
-    try:
-        # From a folder without sources, so that the installed package is what runs.
-        ran = subprocess.run(command, cwd=folder or log.parent, capture_output=True, text=True, timeout=limit)
-    except subprocess.TimeoutExpired as late:
-        text = "\n".join(t.decode() if isinstance(t, bytes) else t or "" for t in (late.stdout, late.stderr))
-        ran = subprocess.CompletedProcess(command, 124, text, f"timed out after {limit} s")
-    log.write_text(ran.stdout + ran.stderr, encoding="utf-8")
-    return ran
+    # From a folder without sources, so that the installed package is what runs. In a session of its own: pytest's
+    # workers and the processes of tests would outlive it, and hold gigabytes.
+    with subprocess.Popen(
+        command,
+        cwd=folder or log.parent,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=limit)
+            code = process.returncode
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise  # Ctrl-C, which no longer reaches the children by itself
+            out, err = process.communicate()
+            code, err = 124, f"{err}\ntimed out after {limit} s"
+    log.write_text(out + err, encoding="utf-8")
+    return subprocess.CompletedProcess(command, code, out, err)
 
 
 def blocks() -> list[str]:
@@ -149,12 +185,27 @@ def blocks() -> list[str]:
 
 
 def check(pair: Pair, keep: bool) -> Row:
-    """Install a pair, examine it and return its row."""
+    """Install a pair, examine it, remove it and return its row."""
     started = time.monotonic()
-    python = environment(pair)
     logs = WORK / f"logs-{pair.name.replace(':', '-py')}"
     shutil.rmtree(logs, ignore_errors=True)
     logs.mkdir(parents=True)
+    try:
+        row = examine(pair, environment(pair, logs), logs)
+    except Failed as error:
+        print(error, file=sys.stderr)
+        cells = (pair.torch, pair.jax, pair.python, "**not installed**", "0", "none")
+        row = Row((*cells, datetime.date.today().isoformat()), False)
+    finally:
+        if not keep:
+            shutil.rmtree(place(pair), ignore_errors=True)
+    took = time.monotonic() - started
+    print(f"{pair.name}: {'good' if row.good else 'BAD'} in {took:.0f} s, logs in {logs}", flush=True)
+    return row
+
+
+def examine(pair: Pair, python: Path, logs: Path) -> Row:
+    """Run doctor, the README's blocks and tests in an environment, and return its row."""
     versions = run(
         python,
         logs / "versions.log",
@@ -168,16 +219,10 @@ def check(pair: Pair, keep: bool) -> Row:
         python, logs / "tests.log", "-m", "pytest", "-n", "2", "-m", "not slow", "--samples", "1",
         # What a newer release deprecates is news, not a failure.
         "-W", "ignore::DeprecationWarning", "-W", "default::FutureWarning",
-        "--spread", str(TESTS), folder=SOURCE, limit=2400,
+        "--spread", str(TESTS), folder=SOURCE, limit=TESTING,
     )  # fmt: skip
     summary = (tests.stdout.strip().splitlines() or ["nothing ran"])[-1].strip("= ")
-    if not keep:
-        shutil.rmtree(WORK / pair.name.replace(":", "-py"))
     good = doctor.returncode == 0 and ran == len(readme) and tests.returncode == 0
-    print(
-        f"{pair.name}: {'good' if good else 'BAD'} in {time.monotonic() - started:.0f} s, logs in {logs}",
-        flush=True,
-    )
     cells = (
         versions[0].split("+")[0] if versions else pair.torch,
         versions[1] if len(versions) > 1 else pair.jax,
@@ -211,7 +256,8 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="leave the environment under build/versions/")
     options = parser.parse_args()
     chosen = [pair for pair in PAIRS if options.pair is None or pair.name in options.pair]
-    rows = {} if options.pair is None else written()
+    known = {(pair.torch, pair.python) for pair in PAIRS}
+    rows = {key: row for key, row in written().items() if key in known}
     bad = []
     snapshot()
     for number, pair in enumerate(chosen, 1):

@@ -11,10 +11,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from isthmus._device.torch_glue.private import has_saving_hooks
-from isthmus._dynamo import decompositions, repeated_blocks, saved_tensors
+from isthmus._dynamo import decompositions, saved_tensors
 from isthmus._dynamo import joint as joint_passes
 from isthmus._dynamo.clusters import Clusters
-from isthmus._dynamo.evaluate import NodeFailure
 from isthmus._dynamo.fast_path import quick
 from isthmus._dynamo.options import Options, check_mode, parse
 from isthmus._dynamo.private import (
@@ -29,6 +28,7 @@ from isthmus._dynamo.private import (
 from isthmus._dynamo.program import Program
 from isthmus._dynamo.random import key_random_nodes
 from isthmus._dynamo.refusals import Refused, refuses_a_write, writes_bytes_as_booleans
+from isthmus._dynamo.targets import NodeFailure
 
 _numbers = itertools.count()
 keep_optimizer_steps_on_device()
@@ -78,14 +78,14 @@ def _partition(
     options: Options, joint: GraphModule, *args: Any, num_fwd_outputs: int, **kwargs: Any
 ) -> tuple[GraphModule, GraphModule]:
     """Split the joint graph where the least has to be kept for backward."""
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from functorch.compile import min_cut_rematerialization_partition
 
     key_random_nodes(joint.graph)
     joint_passes.optimise(joint.graph)
     _save_what_is_overwritten(joint.graph)
-    split = min_cut_rematerialization_partition(joint, *args, num_fwd_outputs=num_fwd_outputs, **kwargs)
-    one = options.blocks == "fuse" or not any(map(repeated_blocks.segments, split))
-    if one and options.keep == "together" and not has_saving_hooks():
+    cut = functools.partial(min_cut_rematerialization_partition, num_fwd_outputs=num_fwd_outputs)
+    split: tuple[GraphModule, GraphModule] = cut(joint, *args, **kwargs)
+    if options.keep == "together" and not has_saving_hooks():
         saved_tensors.together(*split, num_fwd_outputs)
     return split
 
@@ -135,7 +135,10 @@ def _infer(
 def _unwrapped(clusters: Clusters, wrapped: Callable[..., Any]) -> Callable[..., Any]:
     """Return what runs a graph without AOTAutograd's wrapper, which takes longer than a small program does."""
 
+    way: Callable[..., Any]
+
     def slow(*args: Any) -> Any:
+        nonlocal way
         # Nodes outside of programs are torch's own, and torch's modes are theirs.
         if clusters.reasons:
             return wrapped(*args)
@@ -143,11 +146,11 @@ def _unwrapped(clusters: Clusters, wrapped: Callable[..., Any]) -> Callable[...,
             results = clusters.run([*args])
         except NodeFailure:
             return wrapped(*args)
-        shortest[0] = _shortest(clusters.run, slow)
+        way = _shortest(clusters.run, slow)
         return results
 
-    shortest: list[Callable[..., Any]] = [slow]
-    return lambda *args: shortest[0](*args)
+    way = slow
+    return lambda *args: way(*args)
 
 
 def _shortest(program: Any, slow: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,12 +14,13 @@ import torch
 from torch.fx import GraphModule, Node
 
 from isthmus._device.core.fallback import FallbackWarning
-from isthmus._dynamo import compile_log, freeze, higher_order, repeated_blocks  # noqa: F401
-from isthmus._dynamo.evaluate import NodeFailure, is_lowered
+from isthmus._dynamo import compile_log
+from isthmus._dynamo.convert import is_lowered
 from isthmus._dynamo.options import Options
 from isthmus._dynamo.program import Program
 from isthmus._dynamo.random import Draw
 from isthmus._dynamo.saved_tensors import KEEP, KEPT
+from isthmus._dynamo.targets import NodeFailure
 from isthmus._ops.tensors.views import VIEWS
 from isthmus.errors import MissingLowering, first_line
 
@@ -81,16 +82,8 @@ class Clusters:
     def _build(self) -> Callable[[list[Any]], Any]:
         if self.reasons:
             cut, self.programs = _cut(self.module, self._inside(), self.options, self.name)
-            return repeated_blocks.calling(cut)
-        constant = freeze.frozen(self.module, self.parameters, self.options, self.name)
-        if constant is not None:
-            run, self.programs = constant
-            return run
-        copies = repeated_blocks.segments(self.module) if self.options.blocks == "auto" else None
-        if copies is not None:
-            cut, self.programs = repeated_blocks.split(self.module, copies, self.options, self.name)
-            return repeated_blocks.calling(cut)
-        self.programs = [Program(self.module, self.options, self.name)]
+            return _calling(cut)
+        self.programs = [Program(self.module, self.options, self.name, self.parameters)]
         return self.programs[0]
 
     def _inside(self) -> set[int]:
@@ -129,7 +122,7 @@ def _cut(
         if node.op == "call_module":
             program = Program(getattr(fused, node.target), options, f"{name}, {node.target}")
             programs.append(program)
-            node.op, node.target = "call_function", repeated_blocks.caller(program, str(node.target))
+            node.op, node.target = "call_function", _caller(program, str(node.target))
     fused.recompile()
     return fused, programs
 
@@ -149,3 +142,24 @@ def _has_results(nodes: Any) -> bool:
 
 def _work(nodes: Any) -> int:
     return sum(node.target not in _FREE for node in nodes)
+
+
+def _caller(program: Program, name: str) -> Callable[..., Any]:
+    """Return a program as a function of tensors, for a graph to call."""
+
+    def call(*args: Any) -> Any:
+        return program(list(args))
+
+    call.__name__ = name
+    return call
+
+
+def _calling(cut: GraphModule) -> Callable[[list[Any]], Any]:
+    """Return a graph of programs as a callable of torch's list of arguments."""
+
+    def run(args: list[Any]) -> Any:
+        result = cut.forward(*args)
+        args.clear()
+        return result
+
+    return run

@@ -7,21 +7,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from isthmus._runtime import compiler
-
 if TYPE_CHECKING:
     from isthmus._dynamo.clusters import Clusters
     from isthmus._dynamo.specialization import Specialization
+    from isthmus._program import staged
     from isthmus._program.program import CompiledProgram
 
 
 @dataclass(frozen=True)
 class Compilation:
-    """One executable: the name of its program, its graph, and what XLA made of it."""
+    """One compiled program, its name, and the FX graph it was made from."""
 
     name: str
     module: Any
-    executable: compiler.Executable
+    made: CompiledProgram
 
 
 @dataclass(eq=False)
@@ -52,10 +51,11 @@ def graph(clusters: Clusters) -> None:
         record.graphs.append(clusters)
 
 
-def compile(specialization: Specialization, bundled: bool = True) -> CompiledProgram:
+def compile(specialization: Specialization) -> staged.Program:
     """Return the program of a specialization, compiled, and add it to the records that are open."""
-    made = specialization.compile(bundled)
+    made = specialization.compile()
     program = specialization.program
     for record in _listeners:
-        record.compilations.append(Compilation(program.name, program.module, made.executable))
+        for part in made.parts:
+            record.compilations.append(Compilation(program.name, program.module, part))
     return made

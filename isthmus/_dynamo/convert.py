@@ -1,22 +1,27 @@
 """FX graphs become ``Graph``s here, at the door: everything behind it is what lazy mode compiles too.
 
-AOTAutograd hands over functional FX graphs whose nodes carry fake tensors. ``Conversion(...)`` walks one for the sizes
-of one call and makes ``_graph`` nodes of it, without running anything::
+AOTAutograd and ``torch.export`` hand over functional FX graphs whose nodes carry fake tensors. ``Conversion`` walks one
+for the sizes of one call, or for symbolic ones, and makes ``_graph`` nodes of it, without running anything::
 
     conversion = Conversion(module, symbols, arguments, storages)
     conversion.values[node]     # the Graph node of an FX node; or a size, a number, None; or a list of these
+    conversion.results          # the same for what the graph returns
     conversion.written          # the new value of each placeholder that a trailing ``copy_`` writes to
     conversion.effects          # nodes that only check values: outputs of the graph that nobody returns
 
-What differs between the two forms is settled here, so that no pass and no evaluator has to know FX:
+``specialization.py`` and ``_export/trace.py`` convert whole graphs; sub-graphs are converted by the ``Conversion`` of
+the graph around. What differs between the two forms is settled here and in ``converters.py``, so that no pass and no
+evaluator has to know FX:
 
-- **Sizes.** The symbols in a graph's sizes are known once the arguments are, so arithmetic on sizes is done now.
+- **Sizes.** The symbols in a graph's sizes are known once the arguments are, so arithmetic on sizes is done now; with
+  the dimensions of an export it is JAX's arithmetic on dimensions.
 - **Views and storages.** ``as_strided`` reads the storage behind its argument, which FX leaves implicit: it becomes
   the calls of ``_graph/view_calls.py`` on the node of that storage.
 - **Writes.** ``copy_`` to a placeholder is recorded in ``written``.
 - **Draws.** ``random.Keyed`` nodes become random calls with their place after the words of the call.
 - **Asserts** become calls that require a condition and return it.
-- **Higher-order ops** (``cond``, ``scan``) become calls of a Python function that runs their sub-graphs.
+- **Higher-order ops** (``cond``, ``scan``) become calls of functions that have ``Graph``s among their arguments
+  (``higher_order.py``); a nested region joins the graph around it.
 
 A node that cannot be converted raises ``NodeFailure``, and ``clusters.py`` leaves it out of the program.
 """
@@ -25,36 +30,39 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import numpy as np
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 
-from isthmus._dynamo import layout, refusals
-from isthmus._dynamo.evaluate import HIGHER_ORDER, OWN, Evaluation, NodeFailure, constant, on_device
+from isthmus._device.core.host_tensors import array_from_cpu
+from isthmus._device.core.transfers import array_of
+from isthmus._dynamo import converters, flex_attention, higher_order, layout, refusals
 from isthmus._dynamo.layout import Symbols
-from isthmus._dynamo.private import without_modes
-from isthmus._dynamo.random import Draw, Keyed
-from isthmus._dynamo.saved_tensors import KEEP, KEPT, lost
-from isthmus._graph import view_calls
-from isthmus._graph.layout import Spec, span
-from isthmus._graph.nodes import Call, Input, Item, Node, Type, call_of, node
+from isthmus._dynamo.random import Draw, Keyed, is_random
+from isthmus._dynamo.targets import COPIES, ON_DEVICE, NodeFailure, is_composite
+from isthmus._graph.arguments import flatten
+from isthmus._graph.graph import Graph
+from isthmus._graph.layout import Spec
+from isthmus._graph.nodes import Call, Input, Item, Node, Type, call_of, leaf, node, numbered
+from isthmus._graph.passes import optimise
+from isthmus._graph.private import HigherOrderOperator, OpOverload
 from isthmus._graph.schema import PLACEMENT, schema_of
 from isthmus._ops.registry import lowering_of
 from isthmus._ops.tensors.views import VIEWS
-from isthmus._ops.value_checks import require
 from isthmus._program.evaluate import RULES, run_call
+from isthmus._program.flex_attention import Scatter
 from isthmus._runtime.compiler import scoped_x64
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
-from isthmus.errors import LoweringError, Unsupported
+from isthmus.errors import ExportError, LoweringError, Unsupported
 
 _aten = torch.ops.aten
-_NUMBER = Type((), torch.int64)
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @dataclass(frozen=True)
@@ -66,22 +74,31 @@ class Storage:
     offset: Node | None
 
 
-class Function:
-    """A Python function as the op of a call: named, and equal to itself alone."""
+class Constant:
+    """A tensor of the module as the op of a call: named, and equal to itself alone."""
 
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
-        self.__name__, self.function = name, function
+    def __init__(self, name: str, array: jax.Array) -> None:
+        self.__name__, self.array = name, array
 
-    def __call__(self, *values: Any) -> Any:
-        """Compute on arrays."""
-        return self.function(*values)
-
-    def __repr__(self) -> str:
-        return self.__name__
+    def __call__(self) -> jax.Array:
+        """Return the array."""
+        return self.array
 
 
 class Conversion:
-    """One FX graph as nodes of ``_graph``, for arguments of given sizes."""
+    """One FX graph as nodes of ``_graph``, for arguments of given sizes.
+
+    Arguments:
+        module: the FX graph.
+        symbols: the sizes that its symbols stand for.
+        arguments: a node for each tensor among the placeholders; anything else is compiled in as it is.
+        storages: of placeholders that are views, the storage; reads through strides go there.
+        words: the node of the call's draw.
+        mode: whose passes sub-graphs go through.
+        inside: whether this is a sub-graph: it may not write to its arguments or look at their strides, and a number
+            that it computes stays an array.
+        infers: whether types are found by tracing each call, since torch traced the graph with other dtypes.
+    """
 
     def __init__(
         self,
@@ -90,8 +107,13 @@ class Conversion:
         arguments: Sequence[Any],
         storages: Mapping[FxNode, Storage],
         words: Node | None = None,
+        *,
+        mode: str = "compile",
+        inside: bool = False,
+        infers: bool = False,
     ) -> None:
         self.module, self.symbols, self.storages, self.words = module, symbols, storages, words
+        self.mode, self.inside, self.infers = mode, inside, infers
         self.values: dict[FxNode, Any] = {}
         self.written: dict[FxNode, Node] = {}
         self.effects: list[Node] = []
@@ -103,7 +125,9 @@ class Conversion:
                 self.values[fx] = next(remaining)
             elif fx.op == "get_attr":
                 self.values[fx] = self._constant(fx)
-            elif fx.op != "output":
+            elif fx.op == "output":
+                self.results = self.look_up(fx.args[0])
+            else:
                 self.values[fx] = self._convert(fx)
 
     def look_up(self, argument: Any) -> Any:
@@ -122,11 +146,12 @@ class Conversion:
 
     def _constant(self, fx: FxNode) -> Any:
         """Return a tensor of the module as a node, or a sub-graph as it is."""
-        value = constant(self.module, fx)
-        if not hasattr(value, "dtype"):
+        value = operator.attrgetter(str(fx.target))(self.module)
+        if not isinstance(value, Tensor):
             return value
-        type = Type(tuple(value.shape), to_torch_dtype(value.dtype))
-        return node(call_of(Function(str(fx.target), lambda: value), {}, [type]))
+        array = array_of(value) if value.device.type == "jax" else array_from_cpu(value.cpu())
+        type = Type(tuple(value.shape), value.dtype)
+        return node(call_of(Constant(str(fx.target), array), {}, [type]))
 
     def _convert(self, fx: FxNode) -> Any:
         try:
@@ -142,68 +167,117 @@ class Conversion:
     def _value(self, fx: FxNode) -> Any:
         target: Any = fx.target
         args, kwargs = self.look_up(fx.args), self.look_up(fx.kwargs)
+        if self.infers:
+            scatter = flex_attention.scatter(self, fx, args)
+            if scatter is not None:
+                return scatter
+            args, kwargs = self.look_up(fx.args), self.look_up(fx.kwargs)
         if isinstance(target, Draw):
             return self.words
         if isinstance(target, Keyed):
             return self._random(fx, target, args, kwargs)
+        if self.inside and target is _aten._local_scalar_dense.default:
+            return args[0]
         if target in _CONVERTERS:
             return _CONVERTERS[target](self, fx, *args, **kwargs)
-        if target in HIGHER_ORDER:
-            return self._higher_order(fx)
         if isinstance(target, OpOverload):
-            return self._overload(fx, target, args, kwargs)
+            return self._overload(fx, COPIES.get(target, target), args, kwargs)
         if any(True for _ in _nodes_in([args, kwargs])) and target is not operator.getitem:
-            return self._function(fx, target, args, kwargs)
-        return target(*args, **kwargs)  # arithmetic on sizes, operator.getitem
+            if kwargs:
+                raise Unsupported(f"{target} with arguments by name")
+            return self.call(fx, target, numbered(args))
+        return _ON_SIZES.get(target, target)(*args, **kwargs)  # arithmetic on sizes, operator.getitem
 
     def _overload(self, fx: FxNode, op: OpOverload, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        if op not in VIEWS:
-            _refuse(op, args, kwargs)
+        # An exported graph may have sizes that are symbols, of which the CPU cannot be asked.
+        if op not in VIEWS and self.mode != "export":
+            refusals.check(op, args, kwargs)
         schema = schema_of(op)
         arguments = dict(zip([a.name for a in schema.arguments], args, strict=False)) | kwargs
+        if op is _aten.scaled_dot_product_attention.default:
+            return converters.attention(self, fx, op, **arguments)
         lowering = lowering_of(op)
-        own = op in OWN and OWN[op] is on_device
-        if own or (lowering is None and op not in VIEWS and op not in RULES):
-            return self._on_device(fx, op, arguments)
+        if op in ON_DEVICE or (lowering is None and op not in VIEWS and op not in RULES):
+            return self.on_device(fx, op, arguments)
         if lowering is not None and lowering.size is not None and op not in RULES:
             raise Unsupported(f"{op} has no lowering with sizes known beforehand")
-        return self._call(fx, op, arguments)
+        return self.call(fx, op, arguments)
 
-    def _on_device(self, fx: FxNode, op: OpOverload, arguments: dict[str, Any]) -> Any:
+    def on_device(self, fx: FxNode, op: OpOverload, arguments: dict[str, Any]) -> Any:
         """Return a call of the device's own kernel, which looks at the strides of its arguments."""
         layouts = []
         for each in layout.tensor_nodes(fx):
             value = self.values[each]
             assert isinstance(value, Node)
             layouts.append(self.symbols.root_spec(each, value.type.size))
-        return self._call(fx, op, arguments, layouts=tuple(layouts))
+        return self.call(fx, op, arguments, layouts=tuple(layouts))
 
     def _random(self, fx: FxNode, target: Keyed, args: list[Any], kwargs: dict[str, Any]) -> Any:
         schema = schema_of(target.op)
         arguments = dict(zip([a.name for a in schema.arguments], args[1:], strict=False)) | kwargs
-        return self._call(fx, target.op, arguments, draw=(args[0], target.index))
+        return self.call(fx, target.op, arguments, draw=(args[0], target.index))
 
-    def _function(
-        self, fx: FxNode, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Return a call of a Python function of arrays."""
-        if kwargs:
-            raise Unsupported(f"{function} with arguments by name")
-        return self._call(fx, function, {str(n): value for n, value in enumerate(args)})
+    # ---- graphs inside this one
 
-    def _higher_order(self, fx: FxNode) -> Any:
-        """Return a call that runs an op of sub-graphs; they are evaluated when the program is traced."""
-        args = self.look_up(fx.args)
-        inputs = list(_nodes_in(args))
-        outer = Evaluation(self.module, self.symbols)
-        rule = HIGHER_ORDER[fx.target]
+    def subgraph(
+        self, module: GraphModule, operands: Sequence[Any], infers: bool = False
+    ) -> tuple[Graph, list[Any]]:
+        """Convert a graph of a higher-order op to a ``Graph`` whose i-th array leaf is the i-th operand.
 
-        def run(*arrays: Any) -> Any:
-            return rule(outer, fx, _filled(args, iter(arrays)))
+        A node, or a type, among the operands is a leaf; anything else is compiled in. Returned beside the graph is, for
+        each result of the module, the number of the graph's output, or None where there is none.
+        """
+        leaves = [
+            leaf("array", at, each.type if isinstance(each, Node) else each)
+            if isinstance(each, (Node, Type))
+            else each
+            for at, each in enumerate(operands)
+        ]
+        inner = self._inner(module, leaves, infers)
+        outputs: list[Node] = []
 
-        return self._function(fx, Function(str(fx.target), run), inputs)
+        def number(result: Any) -> Any:
+            if isinstance(result, Scatter):
+                return result.map(number)
+            if not isinstance(result, Node):
+                raise Unsupported(f"{result!r} as a result of a graph inside a graph")
+            outputs.append(result)
+            return len(outputs) - 1
 
-    def _call(
+        results = [None if result is None else number(result) for result in flatten(inner.results)]
+        # Nodes that only check values are computed though no result needs them.
+        graph = optimise(Graph.of([*outputs, *inner.effects]), self.mode)
+        return replace(graph, outputs=graph.outputs[: len(outputs)]), results
+
+    def inlined(self, fx: FxNode, module: GraphModule, operands: Sequence[Any]) -> Any:
+        """Convert a graph inside this one as a part of it, and return its results."""
+        inner = self._inner(module, operands)
+        self.effects += inner.effects
+        self.origins |= dict.fromkeys(inner.origins, fx)
+        return inner.results
+
+    def _inner(self, module: GraphModule, arguments: Sequence[Any], infers: bool = False) -> Conversion:
+        for each in module.graph.nodes:
+            if is_random(each):
+                # Its place among the draws of the call is not known here, and a loop would draw the same each time.
+                raise Unsupported(f"{each.target} inside a graph inside a graph")
+        symbols = self.symbols.inside(module.graph.find_nodes(op="placeholder"), arguments)
+        try:
+            return Conversion(module, symbols, arguments, {}, mode=self.mode, inside=True, infers=infers)
+        except NodeFailure as failure:
+            # The node that cannot be converted is, in this graph, the one that calls the other.
+            raise Unsupported(str(failure)) from failure.cause
+
+    # ---- calls
+
+    def function(
+        self, function: Any, args: Sequence[Any], types: Sequence[Type | None] | None = None
+    ) -> list[Any]:
+        """Return the results of a call of a function of arrays; where no types are given, they are found by tracing."""
+        made = self.node_of(function, numbered(args), types)
+        return list(made.results) if len(made.types) != 1 else [made]
+
+    def call(
         self,
         fx: FxNode,
         op: Any,
@@ -212,6 +286,25 @@ class Conversion:
         layouts: tuple[Spec, ...] | None = None,
     ) -> Any:
         """Return the results of a call, in the structure torch gives them."""
+        announced = fx.meta.get("val")
+        types = self._types(op, announced)
+        made = self.node_of(op, arguments, types, draw, layouts)
+        if types is None and not self.infers:
+            _compare(fx, made.types, announced)
+        # A number that a call computes stays an array (inside of a loop that counts).
+        if announced is None or isinstance(announced, _NUMBERS):
+            return made if len(made.types) == 1 else list(made.results)
+        return self._structured(announced, iter(made.results or (made,)))
+
+    def node_of(
+        self,
+        op: Any,
+        arguments: Mapping[str, Any],
+        types: Sequence[Type | None] | None,
+        draw: tuple[Node, int] | None = None,
+        layouts: tuple[Spec, ...] | None = None,
+    ) -> Node:
+        """Return the node of a call; where no types are given, they are found by tracing."""
         inputs: list[Node] = []
         named = {
             name: _with_inputs(value, inputs) for name, value in arguments.items() if name not in PLACEMENT
@@ -224,24 +317,21 @@ class Conversion:
             "draw": 0 if draw is None else draw[1],
             "layouts": layouts,
         }
-        announced = fx.meta.get("val")
-        types = self._types(announced)
         if types is None:
             types = _inferred(call_of(op, named, [None], **parts), inputs)
-        made = node(call_of(op, named, types, **parts), *inputs)
-        if announced is None:
-            return made if len(types) == 1 else list(made.results)
-        results = iter(made.results or (made,))
-        return self._structured(announced, results)
+        return node(call_of(op, named, types, **parts), *inputs)
 
-    def _types(self, value: Any) -> list[Type | None] | None:
-        """Return the types that torch announces, None for one that is no tensor; None if a size is not known."""
-        if value is None:
+    def _types(self, op: Any, value: Any) -> list[Type | None] | None:
+        """Return the types that torch announces, None for one that is no tensor; None if they are to be inferred."""
+        if value is None or self.infers or isinstance(value, _NUMBERS):
             return None
         try:
-            return [self._type(leaf) for leaf in _leaves(value)]
-        except TypeError:  # a symbol that no argument tells: the size came from data
+            types = [self._type(each) for each in flatten(value)]
+        except (TypeError, ExportError):  # a symbol that no argument tells: the size came from data
             return None
+        # Of one size torch and JAX may write different expressions; JAX's are those that it can compare later.
+        exact = op in RULES or all(type(n) is int for t in types if t is not None for n in t.size)
+        return types if exact else None
 
     def _type(self, value: Any) -> Type | None:
         if not isinstance(value, Tensor):
@@ -257,135 +347,32 @@ class Conversion:
             return result
         return self.symbols(announced) if isinstance(announced, torch.SymInt) else announced
 
-    # ---- ops that FX and Graph say differently
 
-    def _as_strided(
-        self, fx: FxNode, x: Any, size: Any, stride: Any, storage_offset: int | None = None
-    ) -> Any:
-        """Return the elements that strides find in the storage of the node that ``x`` is a view of."""
-        base = fx.args[0]
-        assert isinstance(base, FxNode)
-        root = layout.root_of(base)
-        start = self.symbols(base.meta["val"].storage_offset() if storage_offset is None else storage_offset)
-        spec = Spec(tuple(size), tuple(stride), fx.meta["val"].dtype)
-        if root in self.storages:
-            return self._of_argument(root, spec, start)
-        whole = self.values[root]
-        storage = view_calls.chained(view_calls.store(self.symbols.root_spec(root, whole.type.size)), whole)
-        _check_bounds(storage, spec, start)
-        return view_calls.read_node(storage, spec, start=start)
-
-    def _of_argument(self, root: FxNode, spec: Spec, start: int) -> Node:
-        storage = self.storages[root]
-        # torch's fake tensor may start elsewhere in its storage than the argument does.
-        start -= self.symbols(root.meta["val"].storage_offset())
-        if storage.offset is None:
-            _check_bounds(storage.node, spec, start)
-            return view_calls.read_node(storage.node, spec, start=start)
-        offset = storage.offset
-        if start:
-            offset = node(call_of(operator.add, {"0": Input(0), "1": start}, [_NUMBER]), offset)
-        return view_calls.read_node(storage.node, spec, offset)
-
-    def _as_strided_scatter(
-        self, fx: FxNode, x: Node, src: Node, size: Any, stride: Any, storage_offset: int | None = None
-    ) -> Any:
-        """Return ``x`` with the elements that strides find in a storage of its layout replaced."""
-        base = fx.args[0]
-        assert isinstance(base, FxNode)
-        spec = self.symbols.root_spec(base, x.type.size)
-        storage = view_calls.chained(view_calls.store(spec), x)
-        view = Spec(tuple(size), tuple(stride), x.type.dtype)
-        _check_bounds(storage, view, storage_offset or 0)
-        written = view_calls.write_node(storage, view, src, start=storage_offset or 0)
-        return view_calls.read_node(written, spec)
-
-    def _copy(self, fx: FxNode, target: Node, source: Node, non_blocking: bool = False) -> Any:
-        """Record the new value of an argument of the graph, which the program will write there."""
-        place = fx.args[0]
-        if not isinstance(place, FxNode) or place.op != "placeholder":
-            raise Unsupported("a write to anything but an argument of the graph")
-        new = self._call(fx, _aten.copy.default, {"self": target, "src": source})
-        self.written[place] = new
-        return new
-
-    def _keep(self, fx: FxNode, values: list[Any]) -> Any:
-        return list(values)  # ``returns.py`` makes one result of them
-
-    def _kept(self, fx: FxNode, values: Any, index: int, *layout: Any) -> Any:
-        if not isinstance(values, list):
-            raise lost()
-        return values[index]
-
-    def _assert_async(self, fx: FxNode, value: Node, message: str = "Expected Tensor to be true") -> None:
-        self._effect(_asserting, value, RuntimeError, message)
-
-    def _assert_scalar(self, fx: FxNode, value: Any, message: str) -> None:
-        if not value:  # a condition on sizes, which are known
-            raise RuntimeError(message)
-
-    def _check_errors(self, fx: FxNode, info: Node, api_name: str, *, is_matrix: bool) -> None:
-        reason = "the input matrix is singular, not positive-definite, or the algorithm failed to converge"
-        self._effect(_succeeded, info, torch.linalg.LinAlgError, f"{api_name}: {reason}.")  # type: ignore[attr-defined]
-
-    def _effect(self, function: Any, value: Node, error: type[Exception], message: str) -> None:
-        """Add a call that requires something of a value, which must run though nothing reads its result."""
-        named = {"0": Input(0), "1": error, "2": message}
-        self.effects.append(node(call_of(function, named, [value.type]), value))
-
-    def _with_effects(self, fx: FxNode, token: Any, op: Any, *rest: Any, **kwargs: Any) -> Any:
-        """Convert an op torch keeps in its place by a token, which a program has no use for."""
-        if op not in _CONVERTERS:
-            raise Unsupported(f"the effect of {op}")
-        return [token, _CONVERTERS[op](self, fx, *rest, **kwargs)]
-
-    def _nothing(self, fx: FxNode, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: what torch asserted of sizes and layouts while it traced holds for this graph."""
-
-    def _sym_size(self, fx: FxNode, x: Node, dim: int) -> Any:
-        return x.type.size[dim]
-
-    def _sym_numel(self, fx: FxNode, x: Node) -> Any:
-        count = 1
-        for n in x.type.size:
-            count *= n
-        return count
-
-
-_CONVERTERS: dict[Any, Callable[..., Any]] = {
-    _aten.as_strided.default: Conversion._as_strided,
-    _aten.as_strided_scatter.default: Conversion._as_strided_scatter,
-    _aten.copy_.default: Conversion._copy,
-    _aten._assert_async.default: Conversion._assert_async,
-    _aten._assert_async.msg: Conversion._assert_async,
-    _aten._assert_scalar.default: Conversion._assert_scalar,
-    _aten._assert_tensor_metadata.default: Conversion._nothing,
-    _aten._linalg_check_errors.default: Conversion._check_errors,
-    _aten.sym_constrain_range.default: Conversion._nothing,
-    _aten.sym_constrain_range_for_size.default: Conversion._nothing,
-    _aten.sym_size.int: Conversion._sym_size,
-    _aten.sym_numel.default: Conversion._sym_numel,
-    torch.ops.higher_order.with_effects: Conversion._with_effects,
-    KEEP: Conversion._keep,
-    KEPT: Conversion._kept,
+_CONVERTERS: dict[Any, Callable[..., Any]] = {**converters.CONVERTERS, **higher_order.CONVERTERS}
+_ON_SIZES: dict[Any, Callable[..., Any]] = {
+    torch.sym_max: jax.core.max_dim,
+    torch.sym_min: jax.core.min_dim,
+    torch.sym_sum: sum,
 }
+"""Functions of sizes that are torch's, for sizes that may be JAX's dimensions."""
 
 
-def _check_bounds(storage: Node, spec: Spec, start: int) -> None:
-    """Raise where a view reaches outside of its storage: here, since a view that is returned is never computed."""
-    elements = storage.type.nbytes // spec.dtype.itemsize
-    if not 0 <= start <= elements - span(spec.size, spec.stride):
-        raise Unsupported("elements before or after those of a storage")
+def has_rule(op: Any) -> bool:
+    """Return whether an op that need not have a lowering is known to conversion or to the evaluator."""
+    return op in _CONVERTERS or op in RULES or op in ON_DEVICE
 
 
-def _asserting(value: Any, error: type[Exception], message: str) -> Any:
-    require(value != 0, error, message)
-    return value
-
-
-def _succeeded(info: Any, error: type[Exception], message: str) -> Any:
-    require(info == 0, error, message)
-    return info
+def is_lowered(fx: FxNode) -> bool:
+    """Return whether a node's target is one that conversion knows; its arguments may still be refused."""
+    target: Any = fx.target
+    if fx.op != "call_function":
+        return fx.op == "get_attr"
+    if isinstance(target, (Draw, Keyed)) or target in VIEWS or has_rule(target):
+        return True
+    if isinstance(target, OpOverload):
+        lowering = lowering_of(target)
+        return is_composite(target) if lowering is None else lowering.size is None
+    return not isinstance(target, HigherOrderOperator)
 
 
 def _nodes_in(value: Any) -> Iterator[Node]:
@@ -398,14 +385,6 @@ def _nodes_in(value: Any) -> Iterator[Node]:
         yield from _nodes_in(list(value.values()))
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _leaves(item)
-    else:
-        yield value
-
-
 def _with_inputs(value: Any, inputs: list[Node]) -> Any:
     """Return an argument with an ``Input`` for each node in it, which joins ``inputs``."""
     if isinstance(value, Node):
@@ -414,37 +393,28 @@ def _with_inputs(value: Any, inputs: list[Node]) -> Any:
     return [_with_inputs(item, inputs) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _filled(value: Any, arrays: Iterator[Any]) -> Any:
-    """Return arguments with an array for each node in them, in the order of ``_nodes_in``."""
-    if isinstance(value, Node):
-        return next(arrays)
-    if isinstance(value, (list, tuple)):
-        return [_filled(item, arrays) for item in value]
-    return value
-
-
 def _inferred(call: Call, inputs: Sequence[Node]) -> list[Type | None]:
     """Return the types of a call whose sizes torch left open, by tracing it."""
     examples = [jax.ShapeDtypeStruct(n.type.size, to_jax_dtype(n.type.dtype)) for n in inputs]
     with scoped_x64():
-        results = jax.eval_shape(lambda *arrays: run_call(call, arrays), *examples)
-    if not isinstance(results, list):
-        results = [results]
+        results = jax.eval_shape(lambda *arrays: _arrays(run_call(call, arrays)), *examples)
     types = [None if r is None else Type(tuple(r.shape), to_torch_dtype(r.dtype)) for r in results]
     if not types:
         raise LoweringError(f"{call.op} gave nothing")
     return types
 
 
-def _refuse(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise if the CPU refuses a call of an op on tensors of these types."""
-    with without_modes():
-        refusals.check(op, _blank(list(args)), _blank(dict(kwargs)))
+def _arrays(results: Any) -> list[Any]:
+    """Return the results of a call that are arrays, None for those that are sizes."""
+    return [each if isinstance(each, (jax.Array, np.ndarray)) else None for each in flatten(results)]
 
 
-def _blank(value: Any) -> Any:
-    if isinstance(value, Node):
-        return torch.empty(value.type.size, dtype=value.type.dtype, device="meta")
-    if isinstance(value, (list, tuple)):
-        return [_blank(item) for item in value]
-    return {name: _blank(item) for name, item in value.items()} if isinstance(value, dict) else value
+def _compare(fx: FxNode, types: Sequence[Type | None], announced: Any) -> None:
+    """Raise if types that were found by tracing are not torch's in dtype and rank; unused results may be anything."""
+    used = {user.args[1] for user in fx.users if user.target is operator.getitem}
+    for at, (type, wanted) in enumerate(zip(types, flatten(announced), strict=False)):
+        if type is None or not isinstance(wanted, Tensor) or (len(types) > 1 and at not in used):
+            continue
+        if (type.dtype, len(type.size)) != (wanted.dtype, wanted.dim()):
+            shown = f"{wanted.dtype}{list(wanted.shape)}"
+            raise LoweringError(f"the lowering of {fx.target} gave {type} where torch gives {shown}")

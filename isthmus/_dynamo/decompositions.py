@@ -6,10 +6,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from torch._ops import OpOverload
-
 from isthmus._dynamo import attention, refusals
-from isthmus._dynamo.evaluate import OWN
+from isthmus._dynamo.convert import has_rule
+from isthmus._graph.private import OpOverload, decompositions
 from isthmus._graph.schema import schema_of
 from isthmus._ops import families  # noqa: F401  # importing it files every lowering
 from isthmus._ops.registry import lowering_of
@@ -19,13 +18,11 @@ from isthmus._ops.tensors.views import VIEWS
 @functools.cache
 def table() -> dict[OpOverload, Callable[..., Any]]:
     """Return torch's decompositions of ops that nothing here lowers whole, and those of CUDA's kernels."""
-    from torch._decomp import decomposition_table
-
     torchs = {
         op: refusals.checking(op, function)
-        for op, function in decomposition_table.items()
+        for op, function in decompositions().items()
         if isinstance(op, OpOverload)
-        and op not in OWN
+        and not has_rule(op)
         and op not in VIEWS
         and not schema_of(op).mutated
         and lowering_of(op) is None

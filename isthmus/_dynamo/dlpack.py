@@ -10,7 +10,7 @@ from torch import Tensor
 
 from isthmus._device.core.host_tensors import array_from_cpu, cpu_from_array
 from isthmus._graph.layout import is_dense, span, storage_order
-from isthmus._runtime import counters
+from isthmus._runtime import counters, placement
 from isthmus._runtime.compiler import platform, scoped_x64
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
 
@@ -20,7 +20,7 @@ _PLATFORMS = {"cpu": "cpu", "cuda": "gpu"}
 def arrive(tensor: Tensor) -> Any:
     """Return a tensor's storage as an array that may share its memory: the program must end before torch goes on."""
     dense = _dense(tensor.detach())
-    if _PLATFORMS.get(dense.device.type) == platform() and dense.numel():
+    if _PLATFORMS.get(dense.device.type) == platform() and dense.numel() and placement.home is None:
         with scoped_x64():
             if dense.dtype == torch.bool:
                 return jax.dlpack.from_dlpack(dense.view(torch.uint8)).view(to_jax_dtype(torch.bool))
@@ -44,7 +44,7 @@ def _dense(tensor: Tensor) -> Tensor:
 
 def depart(array: Any, size: tuple[int, ...], stride: tuple[int, ...], device: torch.device) -> Tensor:
     """Return a new storage's array as a tensor of another device."""
-    if _PLATFORMS.get(device.type) == platform():
+    if _PLATFORMS.get(device.type) == platform() and placement.home is None:
         if array.dtype == bool:
             flat = torch.utils.dlpack.from_dlpack(array.view("uint8")).view(torch.bool)
         else:

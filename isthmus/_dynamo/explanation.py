@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,21 +11,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_leaves
 
+from isthmus._device.torch_glue.pytree import tree_leaves
 from isthmus._dynamo import compile_log, private
 from isthmus._dynamo.clusters import _ID, Clusters
 from isthmus._dynamo.random import Draw, Keyed
 from isthmus._dynamo.text_tables import amount, counted, duration, table
-from isthmus._runtime import counters, files
+from isthmus._graph.private import OpOverload
+from isthmus._runtime import counters, files, placement
+from isthmus._runtime.collectives import Collective, collectives
 from isthmus._runtime.compiler import Executable
-from isthmus._runtime.user_frames import Place, user_place
+from isthmus._runtime.user_frames import Place, place_in, user_place
 from isthmus.errors import first_line
 
 if TYPE_CHECKING:
+    import isthmus._graph.graph
     from isthmus._dynamo.program import Program
+    from isthmus._program.program import CompiledProgram
 
 STAGES = {"trace": "trace", "lower": "lower", "xla": "XLA"}
 """The stages of a compilation, and their titles."""
@@ -50,6 +52,8 @@ class Compiled:
     flops: float | None
     bytes: float | None
     executable: Executable = field(repr=False, compare=False)
+    graph: isthmus._graph.graph.Graph = field(repr=False, compare=False)
+    """What was compiled, in ATen ops, after every pass; ``print`` shows it."""
 
     def stablehlo(self) -> str:
         """Return what XLA was given."""
@@ -145,6 +149,10 @@ class Explanation:
         """Return the optimized HLO of every executable."""
         return _joined("//", [(made.name, made.hlo()) for made in self.compiled])
 
+    def collectives(self) -> list[Collective]:
+        """Return where devices of a mesh exchange data, by kind and line, those that move most bytes first."""
+        return collectives(self.hlo())
+
     def graph(self) -> str:
         """Return every graph as Python."""
         return _joined("#", [(graph.name, graph.text()) for graph in self.graphs])
@@ -176,6 +184,7 @@ class Explanation:
     def __str__(self) -> str:
         sections = [
             ("programs", table(PROGRAM_TITLES, program_rows(self), right=range(1, 7))),
+            ("collectives, bytes of results on one device", table([], collective_rows(self), right=(1, 2))),
             ("nodes outside, because nothing compiles them", table([], fallback_rows(self))),
             ("graph breaks", table([], break_rows(self))),
             ("ran on the CPU", table([], [[op, f"{times:,}"] for op, times in self.on_cpu.items()])),
@@ -187,6 +196,14 @@ class Explanation:
         return "\n".join(lines)
 
 
+def collective_rows(explanation: Explanation) -> list[list[str]]:
+    """Return the collectives for a table."""
+    if placement.home is None:
+        return []
+    rows = explanation.collectives()
+    return [[row.kind, f"{row.count:,}", amount(row.bytes, "B"), row.line] for row in rows]
+
+
 def explained(
     fn: Callable[..., Any],
     args: Sequence[Any],
@@ -195,9 +212,7 @@ def explained(
     options: Mapping[str, Any],
 ) -> Explanation:
     """Compile ``fn`` anew, run it once, with its backward if asked, and return what happened."""
-    import torch._dynamo
-
-    torch._dynamo.reset()
+    torch.compiler.reset()
     fallen = counters.fallbacks.copy()
     with compile_log.recording() as found, private.graph_breaks() as breaks:
         started = time.perf_counter()
@@ -212,7 +227,7 @@ def explained(
         tuple(_graph(clusters, found.compilations) for clusters in found.graphs),
         _breaks(breaks),
         seconds,
-        tuple(_compiled(made.name, made.executable) for made in replaced),
+        tuple(_compiled(made.name, made.made) for made in replaced),
         dict((counters.fallbacks - fallen).most_common()),
     )
 
@@ -244,7 +259,9 @@ def _graph(clusters: Clusters, compilations: Sequence[compile_log.Compilation]) 
     for node in nodes:
         if node.meta[_ID] not in owner:
             owner[node.meta[_ID]] = len(steps)
-            steps.append(Outside(operation(node), reasons.get(node), _place(node)))
+            steps.append(
+                Outside(operation(node), reasons.get(node), place_in(node.meta.get("stack_trace") or ""))
+            )
     order = _ordered({node: owner[node.meta[_ID]] for node in nodes})
     return Graph(clusters.name, tuple(steps[at] for at in order), clusters.module)
 
@@ -254,7 +271,7 @@ def _cluster(program: Program, made: Sequence[compile_log.Compilation]) -> Clust
     names = [f"{program.name} [{number}]" for number in range(1, len(made) + 1)]
     if len(made) == 1:
         names = [program.name]
-    compiled = [_compiled(name, one.executable) for name, one in zip(names, made, strict=True)]
+    compiled = [_compiled(name, one.made) for name, one in zip(names, made, strict=True)]
     return Cluster(program.name, dict(ops.most_common()), tuple(compiled))
 
 
@@ -289,12 +306,8 @@ def operation(node: Node) -> str:
     return str(target) if isinstance(target, OpOverload) else getattr(target, "__name__", str(target))
 
 
-def _place(node: Node) -> Place | None:
-    frames = re.findall(r'File "(.+)", line (\d+)', node.meta.get("stack_trace") or "")
-    return user_place([(file, int(line)) for file, line in frames])
-
-
-def _compiled(name: str, executable: Executable) -> Compiled:
+def _compiled(name: str, program: CompiledProgram) -> Compiled:
+    executable = program.executable
     try:
         costs = executable.compiled.cost_analysis() or {}
     except Exception:  # not every plugin of XLA answers, nor has one error for it
@@ -302,9 +315,8 @@ def _compiled(name: str, executable: Executable) -> Compiled:
     # XLA leaves out what is nothing, and says -1 where it does not know.
     known = {key: value for key, value in costs.items() if value >= 0}
     flops = known.get("flops", None if "flops" in costs else 0.0)
-    return Compiled(
-        name, executable.seconds, flops if costs else None, known.get("bytes accessed"), executable
-    )
+    bytes = known.get("bytes accessed")
+    return Compiled(name, executable.seconds, flops if costs else None, bytes, executable, program.graph)
 
 
 PROGRAM_TITLES = ["", "nodes", "trace", "lower", "XLA", "FLOPs", "bytes"]

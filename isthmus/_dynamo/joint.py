@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.fx import Graph as FxGraph
 from torch.fx import Node as FxNode
 
@@ -26,6 +25,7 @@ from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import Call, Input, Item, Leaf, Node, Type, call_of, node, temporary
 from isthmus._graph.passes import PASSES, log_change
 from isthmus._graph.passes.rewrite import Rule, remade
+from isthmus._graph.private import OpOverload
 from isthmus._graph.schema import schema_of
 
 
@@ -48,7 +48,7 @@ def optimise(graph: FxGraph) -> None:
                 continue
             before = str(graph) if config.current.log == "passes" else ""
             if mirror.apply(rule) and before:
-                log_change("joint", each, before, graph)
+                log_change("joint", each.name, before, graph)
     graph.eliminate_dead_code()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,8 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from isthmus._graph.layout import Spec, contiguous_strides, is_dense
+from isthmus._graph.nodes import Node as GraphNode
+from isthmus._graph.private import storage_id
 from isthmus._ops.tensors.views import VIEWS
 
 _VIEWING = {*VIEWS, torch.ops.aten.as_strided.default, operator.getitem}
@@ -38,7 +41,7 @@ def _share(node: Node, base: Node) -> bool:
     mine, its = node.meta.get("val"), base.meta.get("val")
     if not isinstance(mine, torch.Tensor) or not isinstance(its, torch.Tensor):
         return False
-    return mine.untyped_storage()._cdata == its.untyped_storage()._cdata and mine.is_conj() == its.is_conj()
+    return storage_id(mine) == storage_id(its) and mine.is_conj() == its.is_conj()
 
 
 def tensor_nodes(node: Node) -> list[Node]:
@@ -46,6 +49,11 @@ def tensor_nodes(node: Node) -> list[Node]:
     found: list[Node] = []
     map_arg((node.args, node.kwargs), found.append)
     return [n for n in found if isinstance(n.meta.get("val"), torch.Tensor)]
+
+
+def is_symbol(size: Any) -> bool:
+    """Return whether a size is a symbol by itself, which an argument may tell."""
+    return isinstance(size, torch.SymInt) and bool(size.node.expr.is_Symbol)
 
 
 class Symbols:
@@ -65,8 +73,22 @@ class Symbols:
             else:
                 self._bind(value, argument)
 
+    def inside(self, placeholders: Sequence[Node], arguments: Sequence[Any]) -> Symbols:
+        """Return these sizes and those that the arguments of a sub-graph tell: nodes of ``_graph``, or sizes."""
+        found = copy.copy(self)
+        found.values = dict(self.values)
+        for node, argument in zip(placeholders, arguments, strict=True):
+            value: Any = node.meta.get("val")
+            is_tensor = isinstance(value, torch.Tensor) and isinstance(argument, GraphNode)
+            pairs = zip(value.shape, argument.type.size, strict=True) if is_tensor else [(value, argument)]
+            for symbolic, actual in pairs:
+                # A number that a loop computes is a node, and stands for no size.
+                if is_symbol(symbolic) and not isinstance(actual, GraphNode):
+                    found.values[symbolic.node.expr] = actual
+        return found
+
     def _bind(self, symbolic: Any, actual: Any) -> None:
-        if isinstance(symbolic, torch.SymInt) and symbolic.node.expr.is_Symbol:
+        if is_symbol(symbolic):
             self.values[symbolic.node.expr] = int(actual)
 
     def __call__(self, size: Any) -> int:

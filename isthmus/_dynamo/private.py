@@ -136,6 +136,7 @@ def parameter_places() -> set[int]:
     return set() if metadata is None else set(metadata.static_input_indices)
 
 
+@optional("a JAX function inside a compiled one breaks its graph", lambda function: function)
 def nonstrict_trace(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that Dynamo puts into its graph by what it does to tensors, not by its Python code."""
     import torch._dynamo
@@ -251,6 +252,7 @@ def _adds_nothing(meta: Any) -> bool:
     ) and all(plain)
 
 
+@optional("calls that the CPU's kernels refuse may be compiled", contextlib.nullcontext)
 def without_modes() -> Any:
     """Return a guard under which calls are not traced: the modes of AOTAutograd would see them."""
     from torch.utils._python_dispatch import _disable_current_modes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Set
 from operator import attrgetter
 from typing import Any
 
@@ -22,21 +23,31 @@ from isthmus._dynamo.running import Run
 from isthmus._dynamo.specialization import Specialization
 from isthmus._runtime import forks
 from isthmus._runtime.host_arrays import device_number
+from isthmus.errors import ConfigError
 
 _aten = torch.ops.aten
 _BUFFER, _SIGNATURE = attrgetter("_buffer"), attrgetter("signature")
 
 
 class Program:
-    """A graph whose every node is lowered, as a callable of torch tensors."""
+    """A graph whose every node is lowered, as a callable of torch tensors.
 
-    def __init__(self, module: GraphModule, options: Options, name: str) -> None:
-        self.module, self.options, self.name = module, options, name
+    ``parameters`` are the places of arguments that may be taken for constants (``_graph/passes/freeze.py``).
+    """
+
+    def __init__(
+        self, module: GraphModule, options: Options, name: str, parameters: Set[int] = frozenset()
+    ) -> None:
+        self.module, self.options, self.name, self.parameters = module, options, name, parameters
         nodes = list(module.graph.nodes)
         self.placeholders = [node for node in nodes if node.op == "placeholder"]
         self.draw = next((node.target for node in nodes if isinstance(node.target, Draw)), None)
         targets = [node.args[0] for node in nodes if node.target is _aten.copy_.default]
         self.targets = [self.placeholders.index(node) for node in dict.fromkeys(targets)]
+        if parameters & {*self.targets}:
+            raise ConfigError(
+                "options={'freeze': True} takes parameters and buffers for constants, but this graph writes to one"
+            )
         self.runs: OrderedDict[Any, Run] = OrderedDict()
         self.last: Like | None = None
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from isthmus._device.core import generator
+from isthmus._graph.private import OpOverload
 from isthmus._ops.registry import lowering_of
 
 NO_WORDS = np.zeros(4, np.uint32)

@@ -12,21 +12,23 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.fx import Graph, Node
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from isthmus._device.checks import cpu_refusals
+from isthmus._device.checks import cpu_refusals, scalar_checks
 from isthmus._device.core.inference import Warnings
+from isthmus._device.torch_glue.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from isthmus._dynamo.private import without_modes
+from isthmus._graph.nodes import Node as Value
+from isthmus._graph.private import OpOverload
 from isthmus._graph.schema import schema_of
-from isthmus._runtime.dtypes import to_torch_dtype
 from isthmus._runtime.user_frames import warn_user
 
 _LIMIT = 4096
+# How large a tensor of a factory is when the CPU is asked about it: whether it refuses depends on signs and dtypes, not
+# on the size.
+_SIDE, _ELEMENTS = 3, 1000
 _answers: dict[Any, tuple[Warnings, str | None]] = {}
 
 
@@ -35,14 +37,30 @@ class Refused(Exception):
 
 
 def check(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Raise ``Refused`` if the CPU refuses a call, and give its warnings; tensors are arrays, or fake."""
+    """Raise ``Refused`` if the CPU refuses a call, and give its warnings; tensors are fake, or nodes of ``_graph``."""
     given = schema_of(op).ordered(args, kwargs)
-    if op.namespace != "aten" or not any(isinstance(v, (jax.Array, Tensor)) for v in _flat(given)):
-        return  # a library's op may do anything; a factory is asked about by its own kernel
+    if op.namespace != "aten":
+        return  # a library's op may do anything
     if not all(map(_is_known, _sizes(given))):
         return  # sizes that depend on values: there is nothing to make a tensor of
+    if not any(isinstance(v, (Value, Tensor)) for v in _flat(given)):
+        if _is_large(op, given):
+            return
+        given = tuple([min(n, _SIDE) for n in map(_known, v)] if _is_ints(v) else v for v in given)
     with without_modes():
         _check(op, tree_map(_blank, given))
+
+
+def _is_ints(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all([isinstance(n, (int, torch.SymInt)) for n in value])
+
+
+def _is_large(op: OpOverload, values: Sequence[Any]) -> bool:
+    """Return whether a factory's numbers, other than what it fills with, may mean more than a few elements."""
+    numbers = [
+        v for a, v in zip(schema_of(op).arguments, values, strict=True) if a.name not in ("fill_value", "s")
+    ]
+    return any([isinstance(v, (int, float)) and not abs(v) <= _ELEMENTS for v in numbers])
 
 
 def _check(op: OpOverload, values: tuple[Any, ...]) -> None:
@@ -51,7 +69,7 @@ def _check(op: OpOverload, values: tuple[Any, ...]) -> None:
     if key not in _answers:
         if len(_answers) >= _LIMIT:
             _answers.clear()
-        given, error = cpu_refusals.refusal(op, values)
+        given, error = cpu_refusals.refusal(op, values, _has_suspicious_number(op, values))
         _answers[key] = given, None if error is None else f"{op}: {type(error).__name__}: {error}"
     given, answer = _answers[key]
     if answer is not None:
@@ -60,14 +78,22 @@ def _check(op: OpOverload, values: tuple[Any, ...]) -> None:
         warn_user(category, text)
 
 
+def _has_suspicious_number(op: OpOverload, values: tuple[Any, ...]) -> bool:
+    schema = schema_of(op)
+    named = schema.named(values)
+    like = next((v for v in _flat(values) if isinstance(v, Tensor)), None)
+    tests = scalar_checks.watched(schema).items()
+    return any([test(named.get(name), like, named.get("dtype")) for name, test in tests])
+
+
 def _flat(values: Any) -> list[Any]:
     return [item for v in values for item in (v if isinstance(v, (list, tuple)) else (v,))]
 
 
 def _blank(value: Any) -> Any:
-    """Return a tensor without values for an array or a tensor."""
-    if isinstance(value, jax.Array):
-        return torch.empty(value.shape, dtype=to_torch_dtype(value.dtype), device="meta")
+    """Return a tensor without values for a node of ``_graph`` or a tensor."""
+    if isinstance(value, Value):
+        return torch.empty(value.type.size, dtype=value.type.dtype, device="meta")
     if isinstance(value, Tensor):
         return torch.empty([_known(n) for n in value.shape], dtype=value.dtype, device="meta")
     return _known(value)
@@ -153,17 +179,20 @@ def _refused(node: Node) -> bool:
 
 
 def writes_bytes_as_booleans(graph: Graph) -> bool:
-    """Return whether a graph of Dynamo's views a tensor of another dtype as booleans, and may write through the view.
+    """Return whether a graph of Dynamo's views bytes as booleans or booleans as bytes, and may write through the view.
 
     AOTAutograd writes through a view by computing the viewed tensor anew, and XLA's booleans have no bytes but 0 and 1:
-    bytes beside those written would change. Bytes that are read back from the booleans would, too. A graph that only
-    reads booleans is compiled; a node that takes booleans counts as a write unless torch's naming says otherwise.
+    bytes beside those written would change. Bytes that are read back from the booleans would, too, and so would those
+    written to booleans through a view of another dtype. A graph that only reads is compiled; a node counts as a write
+    unless torch's naming says otherwise.
     """
     views = [node for node in graph.nodes if _is_dtype_view(node)]
-    if not any([_dtype_argument(node) is torch.bool for node in views]):
-        return False
-    back = any([_dtype_argument(node) is not torch.bool and _takes_booleans(node) for node in views])
-    return back or any([_takes_booleans(node) and not _is_pure(node) for node in graph.nodes])
+    to_booleans = any([_dtype_argument(node) is torch.bool for node in views])
+    from_booleans = any([_dtype_argument(node) is not torch.bool and _takes_booleans(node) for node in views])
+    if to_booleans and from_booleans:
+        return True
+    writes = [node for node in graph.nodes if not _is_pure(node)] if to_booleans or from_booleans else []
+    return any([from_booleans or _takes_booleans(node) for node in writes])
 
 
 def _is_dtype_view(node: Node) -> bool:
@@ -198,7 +227,7 @@ def _is_pure(node: Node) -> bool:
     if node.op in ("placeholder", "get_attr", "output"):
         return True
     if isinstance(node.target, OpOverload):
-        return not node.target._schema.is_mutable
+        return not schema_of(node.target).mutated
     if node.op not in ("call_function", "call_method") or node.kwargs.get("out") is not None:
         return False
     name, module = _name(node), getattr(node.target, "__module__", None) or ""

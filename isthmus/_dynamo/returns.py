@@ -25,6 +25,7 @@ from isthmus._graph.nodes import Node
 from isthmus._runtime.dtypes import to_jax_dtype
 
 _Wrap = Callable[[list[Any], list[Any]], Any]
+Shardings = Sequence[Any] | None
 
 
 @dataclass(frozen=True)
@@ -157,18 +158,22 @@ class Returns:
         start = self.symbols(mine.storage_offset()) - self.symbols(its.storage_offset())
         return View(spec.size, spec.stride, start)
 
-    def makers(self) -> list[Callable[[Any], Tensor]] | None:
+    def makers(self, shardings: Shardings) -> list[Callable[[Any], Tensor]] | None:
         """Return what makes each result of one array, or None where some result is another thing."""
         same = not self.single and self.nodes == self.roots
-        return self._makers() if same else None
+        return self._makers(shardings) if same else None
 
-    def _makers(self) -> list[Callable[[Any], Tensor]]:
+    def _makers(self, shardings: Shardings) -> list[Callable[[Any], Tensor]]:
         devices = [fx.meta["val"].device for fx in self.roots]
-        return [_maker(spec, device) for spec, device in zip(self.specs, devices, strict=True)]
+        places = shardings or [None] * len(devices)
+        return [_maker(*each) for each in zip(self.specs, devices, places, strict=True)]
 
-    def wrapper(self) -> Callable[[list[Any], Sequence[Any]], Any]:
-        """Return the function that makes the results of a call, given its arguments and the program's arrays."""
-        makers = self._makers()
+    def wrapper(self, shardings: Shardings) -> Callable[[list[Any], Sequence[Any]], Any]:
+        """Return the function that makes the results of a call, given its arguments and the program's arrays.
+
+        ``shardings`` say how the program splits the new storages; None on one device.
+        """
+        makers = self._makers(shardings)
         steps, has_views = self.steps, self.has_views
 
         def wrap(args: list[Any], outputs: Sequence[Any]) -> Any:
@@ -186,10 +191,11 @@ def _fits(whole: tuple[int, ...], parts: Sequence[tuple[int, ...]]) -> bool:
     return sum(map(math.prod, parts)) <= math.prod(whole)
 
 
-def _maker(spec: Spec | Contents, device: torch.device) -> Callable[[Any], Tensor]:
+def _maker(spec: Spec | Contents, device: torch.device, sharding: Any) -> Callable[[Any], Tensor]:
     if isinstance(spec, Contents):
-        return lambda arrays: token(arrays, spec)
+        contents = spec if sharding is None else spec.split(sharding)
+        return lambda arrays: token(arrays, contents)
     if device.type == "jax":
         load()  # a graph may make the first tensor on the device, and no kernel runs
-        return maker(spec, False)
+        return maker(spec, False, sharding)
     return lambda array: dlpack.depart(array, spec.size, spec.stride, device)

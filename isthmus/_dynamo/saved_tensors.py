@@ -12,14 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
-from isthmus._device.core.buffer import Buffer, Signature, wrap_strided
+from isthmus._device.core.buffer import Buffer, Signature, new_tensor, wrap_strided
 from isthmus._device.core.strided import read
 from isthmus._device.core.transfers import array_of
-from isthmus._device.torch_glue.private import empty_tensor
-from isthmus._dynamo.evaluate import OWN, Evaluation
+from isthmus._device.torch_glue.private import is_fake
 from isthmus._dynamo.layout import root_of
 from isthmus._graph.layout import Spec, contiguous_strides
 from isthmus.errors import IsthmusError
@@ -49,6 +47,14 @@ class Contents:
     parts: tuple[Part, ...]
     traced, nbytes = False, 0
 
+    def split(self, shardings: Sequence[Any]) -> Contents:
+        """Return the same contents with arrays that are split like this."""
+        pairs = zip(self.arrays, shardings, strict=True)
+        return Contents(
+            tuple([Signature.intern(a.shape, a.dtype, sharding=sharding) for a, sharding in pairs]),
+            self.parts,
+        )
+
     @property
     def shape(self) -> Any:
         """Refuse to be read by an op."""
@@ -63,9 +69,7 @@ class Kept(Buffer):
 
 def token(arrays: tuple[Array, ...], contents: Contents) -> Tensor:
     """Return the tensor that holds these arrays."""
-    tensor = empty_tensor((0,), torch.uint8)
-    tensor.untyped_storage()._buffer = Kept(arrays, contents)  # type: ignore[attr-defined, arg-type]
-    return tensor
+    return new_tensor((0,), None, torch.uint8, Kept(arrays, contents))  # type: ignore[arg-type]
 
 
 def contents_of(tensor: Any) -> Contents | None:
@@ -116,15 +120,6 @@ _library.impl(
 KEEP, KEPT = torch.ops.isthmus.keep.default, torch.ops.isthmus.kept.default
 
 
-def _lower_kept(run: Evaluation, node: Node, values: Any, index: int, *layout: Any) -> Array:
-    if not isinstance(values, list):
-        raise lost()
-    return values[index]
-
-
-OWN.update({KEEP: lambda run, node, values: tuple(values), KEPT: _lower_kept})
-
-
 def together(forward: GraphModule, backward: GraphModule, visible: int) -> None:
     """Let what forward keeps beside its ``visible`` results travel to backward as one tensor."""
     (output,) = forward.graph.find_nodes(op="output")
@@ -162,7 +157,7 @@ def _choose(shown: Sequence[Any], kept: Sequence[Any]) -> list[Node]:
 
 def _is_plain(value: Any) -> bool:
     """Return whether a node's value is a tensor of ours whose layout is known."""
-    if not isinstance(value, FakeTensor) or value.device.type != "jax" or value.is_conj() or value.is_neg():
+    if not is_fake(value) or value.device.type != "jax" or value.is_conj() or value.is_neg():
         return False
     return all(type(n) is int for n in (*value.shape, *value.stride(), value.storage_offset()))
 

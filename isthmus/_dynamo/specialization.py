@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -21,17 +23,25 @@ from torch.fx import Node as FxNode
 from isthmus._device.core.buffer import Buffer, check_reach
 from isthmus._device.core.slots import Slot, Static, TensorSlot, slot_for
 from isthmus._dynamo.convert import Conversion, Storage
-from isthmus._dynamo.evaluate import NodeFailure
 from isthmus._dynamo.layout import Symbols
 from isthmus._dynamo.returns import Returns
 from isthmus._dynamo.saved_tensors import Contents, Part, contents_of
+from isthmus._dynamo.targets import NodeFailure
 from isthmus._graph import view_calls
 from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import Node, Type, leaf, temporary
-from isthmus._graph.passes import optimise
+from isthmus._graph.passes import cut, optimise
+from isthmus._graph.passes.freeze import freeze
+from isthmus._graph.passes.repeated_blocks import repeated_blocks
+from isthmus._graph.passes.stages import Stage, in_order
+from isthmus._graph.private import storage_id
+from isthmus._ops.tensors.views import VIEWS
+from isthmus._program import staged
 from isthmus._program.evaluate import CallFailure
-from isthmus._program.program import STATELESS, CompiledProgram, Places, StateLayout
+from isthmus._program.program import CompiledProgram, Places, StateLayout
+from isthmus._runtime import compiler, placement
 from isthmus._runtime.dtypes import to_torch_dtype
+from isthmus._runtime.user_frames import place_in
 
 if TYPE_CHECKING:
     from isthmus._dynamo.program import Program
@@ -49,20 +59,24 @@ class Specialization:
             check_reach(arg)
         # Targets on one storage are written one after another; each group of them is one output. A tensor of another
         # device arrives as an array of its own.
-        storages = [args[at].untyped_storage()._cdata if self.local[at] else (at,) for at in program.targets]
+        storages = [storage_id(args[at]) if self.local[at] else (at,) for at in program.targets]
         self.groups = [storages.index(storage) for storage in storages]
         self.order = list(dict.fromkeys(self.groups))
         here = all(self.local[at] for at in program.targets)
         traced = any(isinstance(source, Buffer) and source.signature.traced for source in sources)
         self.donates = here and program.options.donate == "auto" and not traced
-        self.arrays, self.inputs = _leaves(sources)
+        self.arrays, self.inputs, self.shardings = _leaves(sources)
         with temporary():
             self.graph, self.returns, self.results, self.origins = self._convert(args)
+            self.stages = self._cut()
         # Parameters are no state: other programs read them between two runs of this one.
         self.state = [
             (self.index(target), group)
             for group, target in enumerate(self.targets)
-            if self.donates and self.groups.count(self.order[group]) == 1 and not args[target].requires_grad
+            if not self.stages
+            and self.donates
+            and self.groups.count(self.order[group]) == 1
+            and not args[target].requires_grad
         ]
 
     @property
@@ -138,30 +152,83 @@ class Specialization:
             values[group] = view_calls.write_node(old, slot.spec, new, storage.offset)
         return [values[group] for group in self.order]
 
-    def compile(self, bundled: bool = True) -> CompiledProgram:
+    def _constraints(self) -> dict[int, placement.Sharding]:
+        """Return how what is written stays split, by number of output; nothing on one device."""
+        if placement.home is None:
+            return {}
+        return {group: self.shardings.get(self.index(target)) for group, target in enumerate(self.targets)}
+
+    def _lines(self) -> dict[Node, str] | None:
+        """Return the line of user code of each node as ``file.py:12``; None on one device."""
+        if placement.home is None:
+            return None
+        places = {node: place_in(fx.meta.get("stack_trace") or "") for node, fx in self.origins.items()}
+        return {
+            node: f"{Path(place.file).name}:{place.line}"
+            for node, place in places.items()
+            if place is not None
+        }
+
+    def _cut(self) -> list[Stage]:
+        """Return the stages that passes cut the graph into, none if it is to be one program."""
+        program = self.program
+        if placement.home is not None:
+            return []  # XLA is to see the whole graph, to choose how values between its parts are split
+        if program.parameters:
+            parameters = {at for place in program.parameters for at in self._sources(place)}
+            return cut("freeze", "compile", self.graph, lambda graph: freeze(graph, parameters, VIEWS))
+        # A graph in stages keeps no state and donates nothing. On other platforms a call costs more than it saves.
+        if program.options.blocks == "fuse" or program.targets or compiler.platform() != "cpu":
+            return []
+        order = {fx: at for at, fx in enumerate(program.module.graph.nodes)}
+        graph = in_order(self.graph, {n: order[fx] for n, fx in self.origins.items()})
+        return cut("repeated_blocks", "compile", graph, repeated_blocks)
+
+    def _sources(self, place: int) -> list[int]:
+        """Return the sources of a tensor argument: its storage and, where it has one, its offset."""
+        slot = self.slots[place]
+        return (
+            [at for at in (slot.index, slot.offset_index) if at is not None]
+            if isinstance(slot, TensorSlot)
+            else []
+        )
+
+    def compile(self) -> staged.Program:
         """Return the program; raise ``NodeFailure`` for a node that has no lowering for these arguments."""
         kept = {group for _, group in self.state}
         state = {index for index, _ in self.state}
         written = [group for group in range(len(self.order)) if group not in kept]
         slots = [places for at, places in enumerate(self.inputs) if at not in state]
         rewritten = {self.index(self.targets[group]) for group in written} if self.donates else set()
+        results = [*written, *self.results]
+        program = partial(
+            CompiledProgram,
+            differentiable=True,
+            options=self.program.options.xla,
+            title=f"{self.program.name} ({len(self.program.module.graph.nodes):,} nodes)",
+        )
         try:
-            return CompiledProgram(
+            if self.stages:
+                once = int(bool(self.program.parameters))
+                with temporary():
+                    return staged.StagedProgram(
+                        self.graph, self.stages, self.arrays, slots, results, program, once
+                    )
+            return program(
                 self.graph,
                 self.arrays,
                 slots,
-                [*written, *self.results],
-                state=StateLayout(tuple(self.state), bundled) if self.state else STATELESS,
+                results,
+                state=StateLayout(tuple(self.state)),
                 donate=[at for at, places in enumerate(slots) if places in rewritten],
-                differentiable=True,
-                options=self.program.options.xla,
-                title=f"{self.program.name} ({len(self.program.module.graph.nodes):,} nodes)",
+                shardings=self.shardings,
+                constraints=self._constraints(),
+                lines=self._lines(),
             )
         except CallFailure as failure:
-            origin = self.graph.origins.get(failure.node, failure.node)
-            if origin not in self.origins:
+            if failure.node not in self.origins:
                 raise
-            raise NodeFailure(self.origins[origin], failure.cause) from failure.cause
+            raise NodeFailure(self.origins[failure.node], failure.cause) from failure.cause
 
 
 @dataclass(frozen=True)
@@ -179,9 +246,12 @@ def _slot(arg: Any, index: Iterator[int]) -> Slot | SavedSlot:
     return slot_for(arg, False, index) if isinstance(arg, Tensor) else Static(arg)
 
 
-def _leaves(sources: Sequence[Any]) -> tuple[dict[int, Type], list[Places]]:
-    """Return the type of every array leaf, and the leaf, or the leaves, of each source."""
+def _leaves(
+    sources: Sequence[Any],
+) -> tuple[dict[int, Type], list[Places], dict[int, placement.Sharding]]:
+    """Return the type of every array leaf, the leaf, or the leaves, of each source, and how leaves are split."""
     types: dict[int, Type] = {}
+    shardings: dict[int, placement.Sharding] = {}
     places: list[Places] = []
     following = len(sources)
     for at, source in enumerate(sources):
@@ -190,11 +260,13 @@ def _leaves(sources: Sequence[Any]) -> tuple[dict[int, Type], list[Places]]:
             leaves = tuple(range(following, following + len(described.arrays)))
             following += len(leaves)
             types |= {n: _type(array) for n, array in zip(leaves, described.arrays, strict=True)}
+            shardings |= {n: array.sharding for n, array in zip(leaves, described.arrays, strict=True)}
             places.append(leaves)
         else:
             types[at] = _type(described)
+            shardings[at] = source.signature.sharding if isinstance(source, Buffer) else None
             places.append(at)
-    return types, places
+    return types, places, {at: sharding for at, sharding in shardings.items() if sharding is not None}
 
 
 def _type(array: Any) -> Type:

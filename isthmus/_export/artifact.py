@@ -3,7 +3,7 @@
 ``api.export`` makes one from what ``trace.py`` traced. It holds JAX's ``Exported`` (the StableHLO), the weights as
 arrays and ``spec``, the signature that ``program.json`` stores::
 
-    {"format": 2, "name": "Linear", "platforms": ["cpu"], "inputs": {"input": {"dtype": "float32", "shape": [1, 3]}},
+    {"format": 3, "name": "Linear", "platforms": ["cpu"], "inputs": {"input": {"dtype": "float32", "shape": [1, 3]}},
      "results": {...}, "weights": {"weight": {"dtype": "float32", "shape": [2, 3]}, ...}, "conditions": [], ...}
 
 ``container.py`` writes and reads the files, ``loader.py`` (copied beside them as ``run.py``) runs the program without
@@ -27,6 +27,7 @@ from jax import export
 from isthmus._device.core.host_tensors import cpu_from_array
 from isthmus._export import container, executables, loader, signature_trees
 from isthmus._export.trace import Traced
+from isthmus._graph.graph import Graph
 from isthmus._interop.arrays import to_jax
 from isthmus._runtime.compiler import scoped_x64
 from isthmus._runtime.dtypes import to_torch_dtype
@@ -50,6 +51,8 @@ class Artifact:
     exported: export.Exported
     weights: dict[str, jax.Array]
     spec: dict[str, Any]
+    graph: Graph
+    """What is computed, as it was given to JAX: ``print`` shows it; it is not written to files."""
     executables: dict[str, bytes] = field(default_factory=dict)
 
     @property
@@ -140,7 +143,7 @@ def artifact(traced: Traced, name: str) -> Artifact:
         "executables": [],
     }
     # Arrays never change, so training the model further does not change the artifact.
-    return Artifact(exported, to_jax(traced.weights), spec)
+    return Artifact(exported, to_jax(traced.weights), spec, traced.graph)
 
 
 def _stored(weights: Mapping[str, jax.Array]) -> bytes:

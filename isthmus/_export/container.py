@@ -4,7 +4,7 @@
 is the checksum of the others:
 
     {"sha256": "9f86d081...",
-     "format": 2,
+     "format": 3,
      "parts": {"weights.safetensors": ["weights.safetensors", "5e884898..."], ...},
 
 A folder is replaced by writing the new parts beside the old ones, under other names where those are taken, and then
@@ -37,7 +37,8 @@ from isthmus._runtime import files
 from isthmus._runtime.private import entry_type, entry_type_if_known
 from isthmus.errors import DamagedFile, ExportError, IsthmusError
 
-FORMAT = 2
+FORMAT = 3
+"""3: a program returns the number of the first value check that failed, or 0. 2, still read: a flag for each check."""
 SUFFIX = ".isthmus"
 """A path that ends so is one file; any other is a folder."""
 _SIGNATURE, _PROGRAM, _WEIGHTS = "program.json", "program.mlirbc", "weights.safetensors"
@@ -147,7 +148,7 @@ class _Stored:
             if first + b"\n" != _seal(rest):
                 raise ValueError("its checksum is wrong, or an older Isthmus wrote it, without one")
             spec = json.loads(b"{" + rest, object_pairs_hook=_unique)
-            known = spec["format"] == FORMAT
+            known = spec["format"] in (2, FORMAT)
             known = known and spec["convention"] <= export.maximum_supported_calling_convention_version
             writer = f"isthmus {spec['isthmus']} and jax {spec['jax']}"
         except _MALFORMED as error:
@@ -263,7 +264,9 @@ def _check_names(spec: dict[str, Any]) -> None:
         raise ValueError(
             f"kinds has {sorted(spec['kinds'])}, and the weights are {sorted({**weights, **tied})}"
         )
-    if spec["results"]["tuple"][2]["shape"] != [len(conditions)]:
+    code = {"dtype": "int32", "shape": []} if conditions else None
+    flags = {"dtype": "bool", "shape": [len(conditions)]}
+    if spec["results"]["tuple"][2] != (flags if spec["format"] == 2 else code):
         raise ValueError(f"the program has not {len(conditions)} conditions")
     for error, message in conditions:
         if not isinstance(error, str) or not isinstance(message, str):

@@ -17,8 +17,8 @@ import jax
 import torch
 from jax import export
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
+from isthmus._device.torch_glue.pytree import tree_map
 from isthmus._dynamo.layout import Symbols
 from isthmus.errors import ExportError
 
@@ -34,13 +34,6 @@ _FUNCTIONS: dict[str, Any] = {
     "Max": lambda *parts: functools.reduce(jax.core.max_dim, parts),
     "Min": lambda *parts: functools.reduce(jax.core.min_dim, parts),
 }
-# JAX's class of dimensions has no public name.
-_KIND = type(export.symbolic_shape("n")[0])
-
-
-def is_dimension(value: Any) -> bool:
-    """Return whether a size is known only when the program runs."""
-    return isinstance(value, _KIND)
 
 
 class Dims(Symbols):
@@ -104,7 +97,7 @@ def as_dims(dynamic_shapes: Any) -> Any:
     def dim(value: Any) -> Any:
         return dims.setdefault(value, torch.export.Dim(value)) if isinstance(value, str) else value
 
-    return pytree.tree_map(dim, dynamic_shapes)
+    return tree_map(dim, dynamic_shapes)
 
 
 def find(inputs: Mapping[str, Any], dynamic_shapes: Any, ranges: Mapping[Any, Any]) -> Dims:

@@ -18,7 +18,7 @@ from jax import export
 def load(path: Any) -> "Program":
     """Return the program in a folder, or in a file that ends in .isthmus."""
     spec = json.loads(b"{" + read(path, "program.json"))
-    if spec["format"] != 2 or spec["convention"] > export.maximum_supported_calling_convention_version:
+    if spec["format"] > 3 or spec["convention"] > export.maximum_supported_calling_convention_version:
         raise ValueError(f"{path} is too new: isthmus {spec['isthmus']} and jax {spec['jax']} wrote it")
     data, weights = memoryview(read(path, "weights.safetensors", spec)), {}
     for name, leaf in spec["weights"].items():
@@ -52,12 +52,12 @@ class Program:
             self.run = jax.jit(self.exported.call)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's outputs for arrays, passed by position or by name."""
+        """Return the outputs for arrays, by position or by name; a format-2 program returns a flag for each check."""
         with jax.enable_x64(True):
-            outputs, state, held = self.run(self.weights, self.accept(args, kwargs))
-        for ok, (error, message) in zip(np.asarray(held), self.spec["conditions"], strict=True):
-            if not ok:
-                raise {"IndexError": IndexError, "ValueError": ValueError}.get(error, RuntimeError)(message)
+            outputs, state, code = self.run(self.weights, self.accept(args, kwargs))
+        if failed := int(np.append(True, code).argmin() if np.ndim(code) else code or 0):
+            error, message = self.spec["conditions"][failed - 1]
+            raise {"IndexError": IndexError, "ValueError": ValueError}.get(error, RuntimeError)(message)
         self.weights.update(state)
         return outputs
 

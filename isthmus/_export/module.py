@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 import torch
 from jax import export
 from torch import Tensor, nn
@@ -39,6 +39,10 @@ class ProgramModule(nn.Module):
         }
         for name, owner in program.spec["tied"].items():
             _place(self, name, getattr(*self._places[owner]), kinds[name])
+        self._checks = value_checks.Conditions()
+        self._checks.errors = [
+            (_ERRORS.get(name, RuntimeError), message) for name, message in program.spec["conditions"]
+        ]
         program.weights = {}  # the module owns them now: a second copy would double the memory
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -48,8 +52,9 @@ class ProgramModule(nn.Module):
         weights = {name: to_jax(getattr(*place)) for name, place in self._places.items()}
         inputs = self.program.accept(to_jax(self._tensors(args)), to_jax(self._tensors(kwargs)))
         with scoped_x64():
-            outputs, state, held = self.program.run(weights, inputs)
-        _verify(held, self.program.spec["conditions"])
+            outputs, state, code = self.program.run(weights, inputs)
+            if self._checks.errors:
+                self._checks.settle(_first_failed(self._checks.before(), code), auto=value_checks.auto())
         with torch.no_grad():
             for name, value in state.items():
                 getattr(*self._places[name]).copy_(from_jax(value))
@@ -132,23 +137,9 @@ def _to(tree: Any, device: torch.device) -> Any:
     return jax.tree.map(lambda t: t.to(device) if _is_tensor(t) else t, tree, is_leaf=_is_tensor)
 
 
-class _Flag:
-    """One of a program's value checks; its value is read when it is used."""
-
-    def __init__(self, held: jax.Array, index: int) -> None:
-        self.held, self.index = held, index
-
-    def copy_to_host_async(self) -> None:
-        """Start the transfer to the host."""
-        self.held.copy_to_host_async()
-
-    def __bool__(self) -> bool:
-        return bool(np.asarray(self.held)[self.index])
-
-
-def _verify(held: jax.Array, conditions: list[tuple[str, str]]) -> None:
-    """Raise for the first value check that failed, at the time ``config.check_indices`` says."""
-    errors = [(_ERRORS.get(name, RuntimeError), message) for name, message in conditions]
-    verify = value_checks.verifier(errors)
-    if verify is not None:
-        verify([_Flag(held, index) for index in range(len(errors))])
+@jax.jit
+def _first_failed(before: jax.Array, code: jax.Array) -> jax.Array:
+    """Return the code of a run, unless one that was not read yet says that a check failed before."""
+    if code.ndim:  # a program of format 2 returns a flag for each check
+        code = jnp.append(True, code).argmin().astype(before.dtype)
+    return jnp.where(before != 0, before, code)

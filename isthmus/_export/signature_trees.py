@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.utils._pytree import TreeSpec
-
+from isthmus._device.torch_glue.pytree import TreeSpec
 from isthmus.errors import ExportError
 
 

@@ -1,4 +1,11 @@
-"""From a torch model to a program: torch.export, torch's decompositions, and each node by its lowering."""
+"""From a torch model to a program: torch.export, torch's decompositions, the graph and its passes, jax.export.
+
+The functional FX graph that torch.export gives becomes a ``Graph`` as those of ``torch.compile`` do
+(``_dynamo/convert.py``), with JAX's dimensions for sizes that are dynamic (``dims.py``), goes through the passes of
+mode ``export`` and is run on tracers by the one evaluator (``_program/evaluate.py``). The function that JAX exports
+takes the weights and the inputs by name, and returns the outputs, the state that changes and the code of the value
+checks: 0, or the number of the first that failed; None where the program has no checks.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +22,24 @@ from jax import export
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
-from torch.fx import Node
+from torch.fx import Node as FxNode
 
+from isthmus._device.torch_glue.pytree import tree_map
 from isthmus._dynamo import decompositions
-from isthmus._dynamo import higher_order as _higher_order  # noqa: F401  # importing it files the rules
-from isthmus._dynamo.evaluate import OWN, NodeFailure, is_lowered
+from isthmus._dynamo.convert import Conversion, has_rule, is_lowered
 from isthmus._dynamo.random import is_random
+from isthmus._dynamo.targets import NodeFailure
 from isthmus._export import dims, signature_trees
-from isthmus._export.evaluate import Exporting
+from isthmus._graph.graph import Graph
+from isthmus._graph.nodes import Leaf, Node, Type, leaf, temporary
+from isthmus._graph.passes import optimise
+from isthmus._graph.private import storage_id
 from isthmus._ops.registry import lowering_of
 from isthmus._ops.tensors.views import VIEWS
-from isthmus._ops.value_checks import collecting
-from isthmus._runtime.compiler import scoped_x64
+from isthmus._program import evaluate
+from isthmus._runtime.compiler import portable, scoped_x64
 from isthmus._runtime.dtypes import to_jax_dtype
+from isthmus._runtime.traced_results import separated
 from isthmus.errors import ExportError, first_line
 
 _WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
@@ -36,9 +48,10 @@ _WRITES = ("BUFFER_MUTATION", "PARAMETER_MUTATION")
 
 @dataclass(frozen=True)
 class Traced:
-    """A program for jax.export, the tensors it is given first, and what a signature tells of it."""
+    """A program for jax.export, its graph, the tensors it is given first, and what a signature tells of it."""
 
     exported: export.Exported
+    graph: Graph
     inputs: list[str]
     fixed: dict[str, str]
     results: Any
@@ -62,10 +75,24 @@ def program_of(
 ) -> ExportedProgram:
     """Return torch's own export of a model or a function."""
     module = model if isinstance(model, nn.Module) else _Function(model)
+    examples = _apart((tuple(args), dict(kwargs or {})))
     try:
-        return torch.export.export(module, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes)
+        return torch.export.export(module, *examples, dynamic_shapes=dynamic_shapes)
     except Exception as error:
         raise ExportError(f"isthmus.export: torch.export refused the model: {error}") from error
+
+
+def _apart(examples: Any) -> Any:
+    """Return example inputs, of which none is the same tensor as another: torch.export would take both for one."""
+    seen: set[int] = set()
+
+    def each(value: Any) -> Any:
+        if not isinstance(value, Tensor) or id(value) not in seen:
+            seen.add(id(value))
+            return value
+        return value.detach().clone().requires_grad_(value.requires_grad)
+
+    return tree_map(each, examples)
 
 
 @functools.cache
@@ -74,7 +101,7 @@ def _table() -> dict[Any, Callable[..., Any]]:
     found = {
         op: function
         for op, function in torch.export.default_decompositions().items()
-        if lowering_of(op) is None and op not in VIEWS and op not in OWN
+        if lowering_of(op) is None and op not in VIEWS and not has_rule(op)
     }
     return {**found, **decompositions.table()}
 
@@ -100,19 +127,19 @@ class _Trace:
         self.inputs = self._inputs()
         self.fixed = self._fixed()
         self.dims = dims.find(self.inputs, dynamic_shapes, program.range_constraints)
-        self.conditions: list[tuple[str, str]] = []
-        self.results: Any = None
         self._refuse_writes()
         self._refuse_random()
 
     def export(self, platforms: Sequence[str] | None) -> Traced:
-        """Run the graph on tracers."""
-        weights = {name: _abstract(tensor, self.dims) for name, tensor in self.weights.items()}
-        inputs = jax.tree.map(lambda node: _abstract(node.meta["val"], self.dims), self.inputs)
-        jitted = jax.jit(self.compute, keep_unused=True)
+        """Convert the graph and run it on tracers."""
         try:
-            with scoped_x64():
-                found = export.export(jitted, platforms=platforms)(weights, inputs)
+            with scoped_x64(), portable(), temporary():
+                conversion, graph = self._converted()
+                arrays_of, extras = separated(functools.partial(self._compute, conversion, graph))
+                jitted = jax.jit(arrays_of, keep_unused=True)
+                weights = {name: self._abstract(tensor) for name, tensor in self.weights.items()}
+                inputs = jax.tree.map(lambda fx: self._abstract(fx.meta["val"]), self.inputs)
+                exported = export.export(jitted, platforms=platforms)(weights, inputs)
         except NodeFailure as failure:
             raise ExportError(self._explain(failure)) from failure.cause
         except (NotImplementedError, ValueError) as error:
@@ -120,43 +147,69 @@ class _Trace:
             raise ExportError(
                 f"isthmus.export: JAX has no program for {where or 'this platform'}: {error}"
             ) from error
+        results, conditions = extras[-1]
         return Traced(
-            found,
+            exported,
+            graph,
             list(self.inputs),
             self.fixed,
-            self.results,
+            results,
             self.weights,
             self.tied,
             self.kinds,
-            self.conditions,
+            conditions,
             self.dims.constraints,
         )
 
-    def compute(self, weights: dict[str, Any], inputs: dict[str, Any]) -> Any:
-        """Return the outputs, the weights that change, and whether what lowerings require held."""
-        given = dict(zip(jax.tree.leaves(self.inputs), jax.tree.leaves(inputs), strict=True))
-        arguments = [self._argument(node, spec, weights, given) for node, spec in self.specs]
-        run = Exporting(self.module, self.dims)
-        with collecting() as found:
-            results = run.run(arguments)
-        self.conditions = [(error.__name__, message) for error, message in found.errors]
-        held = jnp.stack(found.flags) if found.flags else jnp.ones(0, bool)
-        outputs, state = [], {}
-        for spec, result in zip(self.signature.output_specs, results, strict=True):
-            if spec.kind is OutputKind.USER_OUTPUT:
-                outputs.append(_output(result))
-            elif spec.kind.name in _WRITES:
-                state[self.tied.get(spec.target or "", spec.target)] = result
-        made = signature_trees.build(self.program.call_spec.out_spec, iter(outputs)), state, held
-        self.results = signature_trees.describe(
-            made, signature_trees.array
-        )  # JAX forgets the order of a dict
-        return made
+    def _converted(self) -> tuple[Conversion, Graph]:
+        """Return the graph; its array leaves are the weights, then the inputs. Outputs are the results, then checks."""
+        tensors = [*self.weights.values(), *[fx.meta["val"] for fx in jax.tree.leaves(self.inputs)]]
+        leaves = [leaf("array", at, self._type(tensor)) for at, tensor in enumerate(tensors)]
+        named = dict(zip([*self.weights, *jax.tree.leaves(self.inputs)], leaves, strict=True))
+        arguments = [self._argument(fx, spec, named) for fx, spec in self.specs]
+        conversion = Conversion(self.module, self.dims, arguments, {}, mode="export")
+        nodes = [result for result in conversion.results if isinstance(result, Node)]
+        return conversion, optimise(Graph.of([*nodes, *conversion.effects]), "export")
 
-    def _argument(self, node: Node, spec: Any, weights: dict[str, Any], given: dict[Node, Any]) -> Any:
+    def _compute(
+        self, conversion: Conversion, graph: Graph, weights: dict[str, Any], inputs: dict[str, Any]
+    ) -> tuple[Any, tuple[Any, list[tuple[str, str]]]]:
+        """Return the outputs, the weights that change and the code of the checks; then their signature, and errors."""
+        arrays = [*[weights[name] for name in self.weights], *jax.tree.leaves(inputs)]
+        try:
+            values = [arrays[n.call.index] for n in graph.inputs if isinstance(n.call, Leaf)]
+            run = evaluate.run(graph, values, differentiable=True)
+        except evaluate.CallFailure as failure:
+            origin = graph.origins.get(failure.node, failure.node)
+            if origin not in conversion.origins:
+                raise
+            raise NodeFailure(conversion.origins[origin], failure.cause) from failure.cause
+        computed = iter(run.outputs)
+        outputs, state = [], {}
+        for spec, result in zip(self.signature.output_specs, conversion.results, strict=True):
+            value = next(computed) if isinstance(result, Node) else result
+            if spec.kind is OutputKind.USER_OUTPUT:
+                outputs.append(_output(value))
+            elif spec.kind.name in _WRITES:
+                state[self.tied.get(spec.target or "", spec.target)] = value
+        tree = signature_trees.build(self.program.call_spec.out_spec, iter(outputs))
+        errors = [(error.__name__, message) for error, message in run.checks.errors]
+        code = run.checks.first_failed(jnp.zeros((), jnp.int32)) if errors else None
+        # Described here, since JAX forgets the order of a dict.
+        described = signature_trees.describe((tree, state, code), signature_trees.array)
+        return (tree, state, code), (described, errors)
+
+    def _argument(self, fx: FxNode, spec: Any, named: dict[Any, Node]) -> Any:
         if spec.kind in _WEIGHTS:
-            return weights[self.tied.get(spec.target, spec.target)]
-        return given[node] if node in given else getattr(spec.arg, "value", None)
+            return named[self.tied.get(spec.target, spec.target)]
+        return named[fx] if fx in named else getattr(spec.arg, "value", None)
+
+    def _type(self, value: Tensor) -> Type:
+        return Type(tuple(self.dims(size) for size in value.shape), value.dtype)
+
+    def _abstract(self, value: Tensor) -> jax.ShapeDtypeStruct:
+        type = self._type(value)
+        return jax.ShapeDtypeStruct(type.size, to_jax_dtype(type.dtype))
 
     def _weights(self) -> tuple[dict[str, Tensor], dict[str, str], dict[str, str]]:
         """Return the tensors a program is given, which of them are others by another name, and what each is."""
@@ -168,7 +221,7 @@ class _Trace:
         named = {**self.program.state_dict, **self.program.constants}
         for name in [*wanted, *(n for n in self.program.state_dict if n not in wanted)]:
             tensor = named[name].detach()
-            key = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride())
+            key = (storage_id(tensor), tensor.storage_offset(), tensor.shape, tensor.stride())
             owner = seen.setdefault(key, name)
             if owner in found and tensor.numel():
                 tied[name] = owner
@@ -187,7 +240,7 @@ class _Trace:
         fixed = {name: value for name, value in found.items() if self.inputs[name] is None}
         return {name: repr(value) for name, value in fixed.items() if value is not None}
 
-    def _given(self) -> list[tuple[Node, Any]]:
+    def _given(self) -> list[tuple[FxNode, Any]]:
         return [(node, spec) for node, spec in self.specs if spec.kind is InputKind.USER_INPUT]
 
     def _named(self, leaves: list[Any]) -> dict[str, Any]:
@@ -199,7 +252,7 @@ class _Trace:
         names = getattr(signature, "forward_arg_names", None) or [f"arg{n}" for n in range(len(args))]
         return {**dict(zip(names, args, strict=False)), **kwargs}
 
-    def _input(self, node: Node, spec: Any) -> Node | None:
+    def _input(self, node: FxNode, spec: Any) -> FxNode | None:
         value = node.meta.get("val")
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             raise ExportError(f"isthmus.export: the input {node.name} is a number that varies: pass a tensor")
@@ -244,10 +297,6 @@ def _kind(name: str, spec: Any, value: Any) -> str:
     if isinstance(value, nn.Parameter):
         return "parameter"
     return "buffer" if spec is None or spec.persistent else "constant"
-
-
-def _abstract(value: Tensor, sizes: dims.Dims) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(tuple(sizes(size) for size in value.shape), to_jax_dtype(value.dtype))
 
 
 def _output(value: Any) -> Any:

@@ -34,6 +34,7 @@ def as_strided_scatter(
 ) -> Tensor:
     """Write a view of such a storage; where the view shows an element twice, the last write wins."""
     written = self.clone(memory_format=torch.contiguous_format)
+    # Stride 0 shows an element n times, which ``copy_`` refuses to write to: the last of the n values is written.
     last = tuple(slice(n - 1, n) if step == 0 else slice(None) for n, step in zip(size, stride, strict=True))
     src = src[last]
     written.as_strided(src.shape, stride, storage_offset or 0).copy_(src)
@@ -67,8 +68,8 @@ def lstm_cell(
     i, f, g, o = total.chunk(4, 1)
     i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
     cy = f * _wide(cx) + i * g
-    found = (o * cy.tanh(), cy, torch.cat([i, f, g, o], 1))
-    return tuple(x.to(input_gates.dtype) for x in found)
+    results = (o * cy.tanh(), cy, torch.cat([i, f, g, o], 1))
+    return tuple(x.to(input_gates.dtype) for x in results)
 
 
 def lstm_cell_backward(
@@ -97,8 +98,8 @@ def gru_cell(
     hr, hz, h_new = _gates(hidden_gates, hidden_bias).chunk(3, 1)
     reset, update, old = (ir + hr).sigmoid(), (iz + hz).sigmoid(), _wide(hx)
     new = (i_new + reset * h_new).tanh()
-    found = (update * old + (1 - update) * new, torch.cat([reset, update, new, old, h_new], 1))
-    return tuple(x.to(input_gates.dtype) for x in found)
+    results = (update * old + (1 - update) * new, torch.cat([reset, update, new, old, h_new], 1))
+    return tuple(x.to(input_gates.dtype) for x in results)
 
 
 def gru_cell_backward(grad_hy: Tensor, workspace: Tensor, has_bias: bool) -> Gradients:
@@ -117,15 +118,16 @@ def gru_cell_backward(grad_hy: Tensor, workspace: Tensor, has_bias: bool) -> Gra
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, is_causal: bool, scale: float | None
 ) -> Tensor:
-    found = torch.ops.aten._scaled_dot_product_attention_math.default(
+    results = torch.ops.aten._scaled_dot_product_attention_math.default(
         query, key, value, bias, 0.0, is_causal, None, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
     )
-    return found[0]
+    return results[0]
 
 
 def _log_sums(
     query: Tensor, key: Tensor, bias: Tensor | None, is_causal: bool, scale: float | None
 ) -> Tensor:
+    # Grouped-query attention: each head of key and value serves several of the query.
     key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
     logits = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
     seen = torch.ones(logits.shape[-2:], dtype=torch.bool).tril() if is_causal else bias
@@ -149,7 +151,7 @@ def attention(
     q, k, v = _wide(query), _wide(key), _wide(value)
     out = _attention(q, k, v, bias, is_causal, scale).to(query.dtype)
     sums = _log_sums(q, k, bias, is_causal, scale).float()
-    nothing = torch.zeros((), dtype=torch.int64)
+    nothing = torch.zeros((), dtype=torch.int64)  # the seed and offset of dropout, of which there is none
     return out, sums, None, None, query.shape[-2], key.shape[-2], nothing, nothing, None
 
 
@@ -173,16 +175,16 @@ def attention_backward(
     scale: float | None = None,
 ) -> Gradients:
     """Return the gradients of attention for query, key, value and bias, by torch's own autograd."""
-    given = [query, key, value, *([] if attn_bias is None else [attn_bias])]
+    inputs = [query, key, value, *([] if attn_bias is None else [attn_bias])]
     with torch.enable_grad():
-        wide = [_wide(x).clone() for x in given]
+        wide = [_wide(x).clone() for x in inputs]
         leaves = [x.requires_grad_() for x in wide if x.is_floating_point()]
         q, k, v, *bias = wide
-        found = _attention(q, k, v, bias[0] if bias else None, is_causal, scale)
-    grads: list[Tensor | None] = list(torch.autograd.grad(found, leaves, _wide(grad_out)))
+        out = _attention(q, k, v, bias[0] if bias else None, is_causal, scale)
+    grads: list[Tensor | None] = list(torch.autograd.grad(out, leaves, _wide(grad_out)))
     if attn_bias is None or attn_bias.dtype == torch.bool:
         grads.append(None if attn_bias is None else torch.zeros_like(attn_bias))
-    return tuple(None if g is None else g.to(x.dtype) for g, x in zip(grads, [*given, query], strict=False))
+    return tuple(None if g is None else g.to(x.dtype) for g, x in zip(grads, [*inputs, query], strict=False))
 
 
 def _widened(op: Any, *like: str | None) -> Callable[..., Any]:

@@ -11,9 +11,11 @@ from torch import fx
 from isthmus._graph.cpu_equivalents import EQUIVALENTS, HALVES, WIDENED
 from isthmus._graph.graph import Graph, check, fill
 from isthmus._graph.nodes import Call, Input, Item, Leaf, Node
+from isthmus._graph.private import OpOverload
 from isthmus._graph.reference import numbers_for_tensors, perform
 from isthmus._graph.schema import schema_of
-from isthmus._graph.text import names
+from isthmus._graph.text import names, op_name
+from isthmus.errors import IsthmusError
 
 _aten = torch.ops.aten
 # Views of memory: what they are given has to be laid out first, as every value of a graph is.
@@ -28,18 +30,18 @@ def to_fx(graph: Graph) -> fx.GraphModule:
     ``meta["type"]`` says what a value is; of a call with several results, a tuple.
     """
     check(graph)
-    made = fx.Graph()
+    fx_graph = fx.Graph()
     known: dict[Node, fx.Node] = {}
     called = names(graph)
     for given in graph.inputs:
-        known[given] = made.placeholder(called[given])
+        known[given] = fx_graph.placeholder(called[given])
     for node in graph.nodes:
-        known[node] = _node(made, node, [known[i] for i in node.inputs])
+        known[node] = _node(fx_graph, node, [known[i] for i in node.inputs])
     for node, found in known.items():
         found.meta["type"] = node.types[0] if len(node.types) == 1 else node.types
-    made.output(tuple(known[output] for output in graph.outputs))
-    made.lint()
-    return fx.GraphModule({}, made)
+    fx_graph.output(tuple(known[output] for output in graph.outputs))
+    fx_graph.lint()
+    return fx.GraphModule({}, fx_graph)
 
 
 def _node(made: fx.Graph, node: Node, given: list[fx.Node]) -> fx.Node:
@@ -47,6 +49,8 @@ def _node(made: fx.Graph, node: Node, given: list[fx.Node]) -> fx.Node:
     if isinstance(call, Item):
         return made.call_function(operator.getitem, (given[0], call.index))
     assert isinstance(call, Call)
+    if not isinstance(call.op, OpOverload):
+        raise IsthmusError(f"{op_name(call.op)} is no op of torch's: a graph with it has no form in torch.fx")
     arguments = {name: _value(value, given) for name, value in call.arguments}
     if call.op is _aten.view.default:
         return made.call_function(_aten.reshape.default, (arguments["self"], arguments["size"]))
@@ -77,7 +81,7 @@ def _is_plain(node: Node) -> bool:
         return False
     if call.op in WIDENED and any(i.type.dtype in HALVES for i in node.inputs):
         return False
-    if any(isinstance(r.type, torch.ListType) for r in call.op._schema.returns):
+    if any(result.is_list for result in schema_of(call.op).returns):
         return False
     numbers = [0 if isinstance(i.call, Leaf) and i.call.kind == "number" else None for i in node.inputs]
     arguments = {name: fill(value, numbers) for name, value in call.arguments}

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torch._ops import OpOverload
 from torch.fx import GraphModule
 
 from isthmus._graph.nodes import Call, Input, Item, Leaf, Node, reachable
+from isthmus._graph.private import OpOverload
 from isthmus._graph.schema import PLACEMENT, schema_of
 from isthmus.errors import IsthmusError
 
@@ -32,11 +32,11 @@ class Graph:
     @classmethod
     def of(cls, outputs: Sequence[Node]) -> Graph:
         """Return the graph that computes these nodes and nothing else."""
-        kept = list(reachable(outputs))
-        leaves = [n for n in kept if isinstance(n.call, Leaf)]
+        nodes = list(reachable(outputs))
+        leaves = [n for n in nodes if isinstance(n.call, Leaf)]
         return cls(
             tuple(sorted(leaves, key=_place)),
-            tuple(n for n in kept if not isinstance(n.call, Leaf)),
+            tuple(n for n in nodes if not isinstance(n.call, Leaf)),
             tuple(outputs),
         )
 
@@ -81,6 +81,7 @@ class Graph:
 def _place(node: Node) -> tuple[Any, ...]:
     leaf = node.call
     assert isinstance(leaf, Leaf)
+    # Numbers of one dtype stand together, so that a program can take them as one vector.
     return (_ORDER[leaf.kind], str(leaf.type.dtype) if leaf.kind == "number" else "", leaf.index)
 
 
@@ -102,28 +103,28 @@ def evaluate(
     run: Callable[[Node, list[Any]], Any],
 ) -> list[Any]:
     """Compute a graph: ``run`` gets a call's node and its inputs, and returns a list where it has several results."""
-    found: dict[Node, Any] = dict(zip(graph.inputs, values, strict=True))
+    results: dict[Node, Any] = dict(zip(graph.inputs, values, strict=True))
     # What is no longer needed is let go, so that memory is bounded as an eager program's is.
-    last = {given: n for n in graph.nodes for given in n.inputs}
-    kept = set(graph.outputs)
+    last = {each: n for n in graph.nodes for each in n.inputs}  # later users overwrite earlier ones
+    outputs = set(graph.outputs)
     for n in graph.nodes:
-        given = [found[i] for i in n.inputs]
-        found[n] = given[0][n.call.index] if isinstance(n.call, Item) else run(n, given)
+        inputs = [results[i] for i in n.inputs]
+        results[n] = inputs[0][n.call.index] if isinstance(n.call, Item) else run(n, inputs)
         for i in n.inputs:
-            if last[i] is n and i not in kept:
-                found.pop(i, None)
-    return [found[output] for output in graph.outputs]
+            if last[i] is n and i not in outputs:
+                results.pop(i, None)
+    return [results[output] for output in graph.outputs]
 
 
 def arguments_of(call: Call, values: Sequence[Any]) -> dict[str, Any]:
     """Return every argument of a call by its schema's name and in its order, inputs filled in and defaults added."""
     if not isinstance(call.op, OpOverload):
         return {name: fill(value, values) for name, value in call.arguments}
-    given = {name: fill(value, values) for name, value in call.arguments}
+    arguments = {name: fill(value, values) for name, value in call.arguments}
     return {
-        a.name: given.get(a.name, a.default)
+        a.name: arguments.get(a.name, a.default)
         for a in schema_of(call.op).arguments
-        if a.name in given or a.has_default
+        if a.name in arguments or a.has_default
     }
 
 
@@ -167,7 +168,7 @@ def _check_call(node: Node) -> None:
         names = {a.name for a in schema.arguments}
         _demand(all(name in names for name, _ in call.arguments), f"{call.op} has no such argument")
     used = {n for _, value in call.arguments for n in _inputs_in(value)}
-    used |= {len(node.inputs) - 1} if call.random else set()
+    used |= {len(node.inputs) - 1} if call.random else set()  # the draw is no argument of the schema
     _demand(used == set(range(len(node.inputs))), f"{call.op} does not name its inputs")
     _demand(all(len(i.types) == 1 for i in node.inputs), f"{call.op} reads several results as one")
 

@@ -29,7 +29,7 @@ def contiguous_strides(size: Sequence[int]) -> Ints:
     strides, step = [], 1
     for n in reversed(size):
         strides.append(step)
-        step *= max(n, 1)
+        step *= max(n, 1)  # torch counts an empty dim as one element wide
     return tuple(reversed(strides))
 
 
@@ -68,6 +68,7 @@ def storage_shape(size: Ints, stride: Ints) -> Ints:
 
 def storage_order(size: Ints, stride: Ints) -> list[int]:
     """Return the dims from the largest stride to the smallest."""
+    # Dims of equal strides (lengths of one, expanded dims) stay in order, so that a row-major layout is the identity.
     return sorted(range(len(size)), key=lambda d: (-stride[d], d))
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from torch._ops import OpOverload
+
+from isthmus._graph.private import OpOverload
 
 
 class Missing:

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch._ops import OpOverload
 
 from isthmus._graph.layout import Spec
+from isthmus._graph.private import OpOverload
 from isthmus._graph.schema import schema_of
 
 
@@ -41,13 +41,15 @@ class Leaf:
     """Something a program is given: the ``index``-th array, number, offset or draw of its trace.
 
     An ``array`` is a tensor. A ``number`` is of the Python type ``number``. An ``offset`` is an int that says where
-    a view starts. A ``draw`` is four 32-bit words from which an op makes its random numbers.
+    a view starts. A ``draw`` is four 32-bit words from which an op makes its random numbers. ``sharding`` is how an
+    array is split over a mesh, None where it is not (``_runtime/placement.py``).
     """
 
     kind: str
     index: int
     type: Type
     number: Any = float
+    sharding: Any = None
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,9 @@ class Input:
 class Call:
     """An op and its arguments, with an ``Input`` for each that varies; interned, so compared by identity.
 
-    ``op`` is an ATen overload; in graphs of ``torch.compile`` it may also be a Python function of values, such as
-    arithmetic on numbers that depend on data or a ``cond`` with its branches, whose arguments are named "0", "1", ...
+    ``op`` is an ATen overload; in graphs of ``torch.compile`` and ``isthmus.export`` it may also be a Python function
+    of values, such as ``_program/control_flow.cond``, whose arguments are named "0", "1", ... One of these may be a
+    ``Graph``, a branch or a body: its leaves are its own and no inputs of the node.
 
     Arguments at their defaults and those that say where a result lives are left out. ``context`` is what else the op
     depends on: torch's default dtype, and its float32 matmul precision where that matters. A ``random`` call has one
@@ -101,6 +104,7 @@ class Node:
             self.types: tuple[Type | None, ...] = (inputs[0].types[call.index],)
         else:
             self.types = (call.type,) if isinstance(call, Leaf) else call.types
+        # Items are made with their call, not interned: the call is, so each of its results is one object as well.
         if len(self.types) != 1:
             self.results = tuple(
                 None if t is None else Node(Item(n), (self,)) for n, t in enumerate(self.types)
@@ -117,6 +121,8 @@ class Node:
         return f"Node({self.call!r})"
 
 
+# Bounded by ``forget_all_but``, which lazy mode calls when the tables have grown; clearing one of them alone would give
+# two objects for one value.
 _calls: dict[tuple[Any, ...], Call] = {}
 _table: dict[tuple[Any, ...], Node] = {}
 _leaves: dict[Leaf, Node] = {}
@@ -138,7 +144,13 @@ def call_of(
     named = canonical(op, arguments)
     parts = (tuple(types), context, random, draw, layouts)
     key = (op, exact(named), *parts)
+    # ``setdefault`` is atomic: of two threads that make a call at once, both get the first one's.
     return _calls.get(key) or _calls.setdefault(key, Call(op, named, *parts))
+
+
+def numbered(args: Iterable[Any]) -> dict[str, Any]:
+    """Return the arguments of a Python function by the names they have in a call."""
+    return {str(n): value for n, value in enumerate(args)}
 
 
 def canonical(op: Any, arguments: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -164,19 +176,19 @@ def exact(value: Any) -> Any:
     return (type(value), repr(value)) if isinstance(value, (bool, float, complex)) else value
 
 
-def leaf(kind: str, index: int, type: Type, number: Any = float) -> Node:
+def leaf(kind: str, index: int, type: Type, number: Any = float, sharding: Any = None) -> Node:
     """Return the one node of a leaf."""
-    key = Leaf(kind, index, type, number)
+    key = Leaf(kind, index, type, number, sharding)
     return _leaves.get(key) or _leaves.setdefault(key, Node(key, ()))
 
 
 def node(call: Call, *inputs: Node) -> Node:
     """Return the one node of a call on these inputs."""
     key = (call, *inputs)
-    found = _table.get(key)
-    if found is None:
-        found = _table[key] = Node(call, inputs)
-    return found
+    interned = _table.get(key)
+    if interned is None:
+        interned = _table[key] = Node(call, inputs)
+    return interned
 
 
 @contextlib.contextmanager
@@ -197,13 +209,15 @@ def temporary() -> Iterator[None]:
 
 def forget_all_but(roots: Iterable[Node]) -> None:
     """Drop every node that none of ``roots`` needs; an equal one recorded later is a new object."""
-    kept = list(reachable(roots))
-    calls = {n.call for n in kept}
-    table = {(n.call, *n.inputs): n for n in kept if isinstance(n.call, Call)}
+    alive = list(reachable(roots))
+    calls = {n.call for n in alive}
+    table = {(n.call, *n.inputs): n for n in alive if isinstance(n.call, Call)}
+    # Rewritten in place: recording holds on to the dict (``TABLE``).
     _table.clear()
     _table.update(table)
     for key in [key for key, call in _calls.items() if call not in calls]:
         del _calls[key]
+    # Numbers, offsets and draws have few types, so their leaves are few; arrays come in every shape.
     for leaf in [leaf for leaf in _leaves if leaf.kind == "array" and leaf not in calls]:
         del _leaves[leaf]
 

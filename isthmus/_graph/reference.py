@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from isthmus._graph.arguments import flatten, number_as_tensor
 from isthmus._graph.cpu_equivalents import EQUIVALENTS, WIDENED
 from isthmus._graph.graph import Graph, check, evaluate, fill
 from isthmus._graph.nodes import Call, Node, Type
+from isthmus._graph.private import OpOverload, decompositions
 from isthmus._graph.schema import schema_of
 from isthmus.errors import IsthmusError
 
@@ -47,8 +47,9 @@ class Reference:
         def run(*values: Any) -> list[Tensor]:
             # Whatever mode the caller is in, a recorded call has the dtypes that were recorded.
             with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
-                found = evaluate(graph, values, run_node)
-                return [value.clone(memory_format=torch.contiguous_format) for value in found]
+                results = evaluate(graph, values, run_node)
+                # A clone: an output may be a view of an input, or of another output, which callers may write to.
+                return [value.clone(memory_format=torch.contiguous_format) for value in results]
 
         return run
 
@@ -62,8 +63,8 @@ def run_node(node: Node, given: list[Any]) -> Any:
     results = flatten(perform(call.op, arguments, draw, call.context[0]))
     if len(results) != len(call.types):
         raise IsthmusError(f"{call.op} gave {len(results)} results where {len(call.types)} were recorded")
-    found = [_checked(call, result, type) for result, type in zip(results, call.types, strict=True)]
-    return found if len(found) != 1 else found[0]
+    checked = [_checked(call, result, type) for result, type in zip(results, call.types, strict=True)]
+    return checked if len(checked) != 1 else checked[0]
 
 
 def perform(
@@ -71,9 +72,9 @@ def perform(
 ) -> Any:
     """Return what a functional op gives on the CPU for a draw, with this default dtype; a list of several results."""
     with _default(dtype or torch.get_default_dtype()), torch.no_grad():
-        given = with_tensors(op, arguments)
-        found = flatten(_function(op)(**given) if draw is None else _random(op, given, seed_of(draw)))
-    return found if len(found) != 1 else found[0]
+        tensors = with_tensors(op, arguments)
+        results = flatten(_function(op)(**tensors) if draw is None else _random(op, tensors, seed_of(draw)))
+    return results if len(results) != 1 else results[0]
 
 
 def _random(op: OpOverload, arguments: dict[str, Any], seed: int) -> Any:
@@ -93,20 +94,18 @@ def seed_of(draw: Tensor) -> int:
 @functools.cache
 def _function(op: OpOverload) -> Callable[..., Any]:
     """Return what computes an op: its equivalent, its kernel, or torch's decomposition where it has none."""
-    found = EQUIVALENTS.get(op) or WIDENED.get(op)
-    if found is not None:
-        return found
+    function = EQUIVALENTS.get(op) or WIDENED.get(op)
+    if function is not None:
+        return function
 
     def run(**arguments: Any) -> Any:
         try:
             return op(**arguments)
         except NotImplementedError:
-            from torch._decomp import decomposition_table
-
-            if op not in decomposition_table:
+            if op not in decompositions():
                 raise
         args, kwargs = schema_of(op).split(schema_of(op).ordered((), arguments))
-        return decomposition_table[op](*args, **kwargs)
+        return decompositions()[op](*args, **kwargs)
 
     return run
 
@@ -135,9 +134,10 @@ def _checked(call: Call, result: Any, type: Type | None) -> Tensor | None:
         return None
     if isinstance(result, int):
         result = torch.tensor(result, dtype=type.dtype, device="cpu")
-    found = Type(tuple(result.shape), result.dtype) if isinstance(result, Tensor) else None
-    if found != type:
-        raise IsthmusError(f"{call.op} gave {found or 'nothing'} on the CPU where {type} was recorded")
+    actual = Type(tuple(result.shape), result.dtype) if isinstance(result, Tensor) else None
+    if actual != type:
+        raise IsthmusError(f"{call.op} gave {actual or 'nothing'} on the CPU where {type} was recorded")
+    # A lazy conjugate or negative is a bit on the tensor, which a raw read of its memory would miss.
     return result.resolve_conj().resolve_neg()
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
+
+from isthmus._graph.private import OpOverload, torch_schema
 
 # Arguments that say where a result lives, not what it is: the device layer answers them.
 PLACEMENT = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"})
@@ -52,11 +53,22 @@ class Argument:
 
 
 @dataclass(frozen=True)
+class Return:
+    """One result of a schema: whether it is a list of tensors, and whether it is or shows one of the arguments."""
+
+    is_list: bool
+    is_alias: bool
+
+
+@dataclass(frozen=True)
 class Schema:
-    """The part of an op's schema that dispatch needs."""
+    """The part of an op's schema that dispatch needs; ``name`` is ``aten::add``, ``overload`` is ``Tensor`` or ""."""
 
     op: OpOverload
+    name: str
+    overload: str
     arguments: tuple[Argument, ...]
+    returns: tuple[Return, ...]
     mutated: tuple[str, ...]
     returns_aliases: bool
 
@@ -75,8 +87,8 @@ class Schema:
 
     def ordered(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """Return every argument in order, ABSENT where the call leaves it at its default."""
-        given = dict(zip([argument.name for argument in self.arguments], args, strict=False)) | kwargs
-        return tuple(given.get(argument.name, ABSENT) for argument in self.arguments)
+        by_name = dict(zip([argument.name for argument in self.arguments], args, strict=False)) | kwargs
+        return tuple(by_name.get(argument.name, ABSENT) for argument in self.arguments)
 
     def named(self, values: tuple[Any, ...]) -> dict[str, Any]:
         """Return every argument by name, given all of them in order with ABSENT for defaults."""
@@ -100,10 +112,15 @@ class Schema:
 @functools.cache
 def schema_of(op: OpOverload) -> Schema:
     """Return the schema of ``op`` in the terms used here."""
-    arguments = tuple(_argument(argument, n) for n, argument in enumerate(op._schema.arguments))
+    schema = torch_schema(op)
+    arguments = tuple(_argument(argument, n) for n, argument in enumerate(schema.arguments))
+    returns = tuple(
+        Return(isinstance(r.type, torch.ListType), r.alias_info is not None) for r in schema.returns
+    )
     mutated = tuple(argument.name for argument in arguments if argument.mutated)
-    aliases = any(r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns)
-    return Schema(op, arguments, mutated, aliases)
+    # A result that is written is the argument itself, as in add_; one that is not is a view.
+    views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    return Schema(op, schema.name, schema.overload_name, arguments, returns, mutated, views)
 
 
 def _argument(argument: Any, position: int) -> Argument:
@@ -127,17 +144,17 @@ def functional_of(op: OpOverload) -> OpOverload | None:
     schema = schema_of(op)
     if not schema.mutated:
         return None
-    namespace, name = op._schema.name.split("::")
-    wanted = [a for a in schema.arguments if not a.out]
-    if len(wanted) < len(schema.arguments):
+    namespace, name = schema.name.split("::")
+    inputs = [a for a in schema.arguments if not a.out]
+    if len(inputs) < len(schema.arguments):
         # With another argument written besides ``out``, results and targets come in different orders.
-        if any(a.mutated for a in wanted):
+        if any(a.mutated for a in inputs):
             return None
         stem = name
     else:
         stem = name[:-1] if name.endswith("_") and not name.endswith("__") else name
     # Where the plain name is taken by other overloads, the twin is called ``normal_functional``.
-    return _overload(namespace, stem, wanted) or _overload(namespace, f"{stem}_functional", wanted)
+    return _overload(namespace, stem, inputs) or _overload(namespace, f"{stem}_functional", inputs)
 
 
 def _overload(namespace: str, name: str, wanted: list[Argument]) -> OpOverload | None:
@@ -155,13 +172,13 @@ def _overload(namespace: str, name: str, wanted: list[Argument]) -> OpOverload |
 @functools.cache
 def mutating_of(op: OpOverload) -> tuple[OpOverload, ...]:
     """Return the in-place and ``out=`` overloads whose functional twin is ``op``."""
-    namespace, name = op._schema.name.split("::")
-    found = []
+    namespace, name = schema_of(op).name.split("::")
+    twins = []
     stem = name.removesuffix("_functional")
     for candidate in dict.fromkeys((name, f"{name}_", stem, f"{stem}_")):
         packet = getattr(getattr(torch.ops, namespace), candidate, None)
         if packet is None:
             continue
         overloads = [getattr(packet, overload) for overload in packet.overloads()]
-        found += [o for o in overloads if functional_of(o) is op]
-    return tuple(found)
+        twins += [o for o in overloads if functional_of(o) is op]
+    return tuple(twins)

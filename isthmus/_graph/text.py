@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import Call, Input, Item, Leaf, Node
+from isthmus._graph.private import OpOverload
 from isthmus._graph.schema import schema_of
 
 
 def names(graph: Graph) -> dict[Node, str]:
     """Return a short name for each node: a0, n0, o0, d0 for arrays, numbers, offsets and draws, 0 for a call."""
     count: Counter[str] = Counter()
-    found: dict[Node, str] = {}
+    by_node: dict[Node, str] = {}
     for node in (*graph.inputs, *graph.nodes):
         prefix = node.call.kind[0] if isinstance(node.call, Leaf) else ""
-        found[node] = f"{prefix}{count[prefix]}"
+        by_node[node] = f"{prefix}{count[prefix]}"
         count[prefix] += 1
-    return found
+    return by_node
 
 
 def text(graph: Graph, lines: Mapping[Node, str] | None = None) -> str:
@@ -67,13 +68,13 @@ def _arguments(call: Call, given: list[str]) -> list[str]:
     if not isinstance(call.op, OpOverload):
         return [_value(value, given) for _, value in call.arguments]
     positions = {a.name: None if a.keyword_only else a.position for a in schema_of(call.op).arguments}
-    found = []
+    texts = []
     for place, (name, value) in enumerate(call.arguments):
         shown = _value(value, given)
-        found.append(shown if positions[name] == place else f"{name}={shown}")
+        texts.append(shown if positions[name] == place else f"{name}={shown}")
     if call.random:
-        found.append(f"draw={given[-1]}")
-    return found
+        texts.append(f"draw={given[-1]}")
+    return texts
 
 
 def _value(value: Any, given: list[str]) -> str:
@@ -81,6 +82,8 @@ def _value(value: Any, given: list[str]) -> str:
         return given[value.index]
     if isinstance(value, tuple):
         return f"[{', '.join(_value(item, given) for item in value)}]"
+    if isinstance(value, Graph):  # a branch or a body, indented
+        return "{\n" + textwrap.indent(text(value), "  ") + "\n}"
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else repr(value)
 
 

@@ -19,6 +19,7 @@ from isthmus._device.core import mode
 from isthmus._device.core.buffer import wrap
 from isthmus._device.core.host_tensors import array_from_cpu
 from isthmus._device.core.transfers import array_of
+from isthmus._runtime import placement
 from isthmus._runtime.compiler import default_device
 from isthmus._runtime.dtypes import to_torch_dtype
 from isthmus._runtime.host_arrays import from_numpy
@@ -82,19 +83,22 @@ def _to_tensor(value: Any) -> Any:
     if jax.numpy.issubdtype(value.dtype, jax.dtypes.extended):
         raise TypeError(f"isthmus.from_jax: torch has no dtype {value.dtype}; pass jax.random.key_data(key)")
     if not isinstance(value, jax.core.Tracer):
-        value = _on_default_device(value)
+        value = _at_home(value)
         if mode.current.capture is not None:
             # isthmus.jit would compile this array in as a constant: the recording is given up, with this reason.
             mode.current.capture.reason = "it takes an array of JAX's, which may be another at the next call"
     return wrap(value, to_torch_dtype(value.dtype))
 
 
-def _on_default_device(array: Array) -> Array:
-    """Return an array on the device that tensors live on, moved there if it is on another one."""
+def _at_home(array: Array) -> Array:
+    """Return an array on the device or mesh that tensors live on, moved there if it is elsewhere."""
     devices = array.devices()
+    if placement.home is not None:
+        return array if devices == placement.home.device_set else placement.move(array)
     if len(devices) > 1:
         raise IsthmusError(
             f'isthmus.from_jax: the array is spread over {len(devices)} devices, and "jax" is one; gather it first, '
-            f"with jax.device_put(array, jax.devices()[0])"
+            f"with jax.device_put(array, jax.devices()[0]), or let tensors live on all of them, with "
+            f"isthmus.distributed.init_device_mesh"
         )
     return array if devices == {default_device()} else jax.device_put(array, default_device())

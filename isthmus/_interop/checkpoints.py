@@ -33,8 +33,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from isthmus._device.core.buffer import Buffer, Signature, buffer_of, set_buffer, wrap
 from isthmus._interop.arrays import from_jax, to_jax
-from isthmus._runtime import checksums, files
+from isthmus._runtime import checksums, files, placement
+from isthmus._runtime.host_arrays import from_numpy
 from isthmus.errors import DamagedFile, IsthmusError, first_line
 
 _MARKERS = ("_CHECKPOINT_METADATA", "_METADATA", checksums.LIST)
@@ -192,7 +194,9 @@ def to_tree(state: Any, where: str = "the state") -> Any:
     if isinstance(state, Tensor):
         tensor = state.detach()
         # Through to_jax, since numpy has no bfloat16 of its own and torch refuses to convert it.
-        return np.asarray(to_jax(tensor if tensor.device.type == "jax" else tensor.cpu()))
+        array = to_jax(tensor if tensor.device.type == "jax" else tensor.cpu())
+        # Of an array that is split over a mesh every process writes the parts that it has.
+        return array if placement.sharding_of(array) is not None else np.asarray(array)
     if isinstance(state, np.generic):
         return np.asarray(state)
     if not jax.tree_util.all_leaves([state]):
@@ -251,6 +255,8 @@ def _fill(tree: Any, into: Any, where: str) -> dict[str, Any]:
     if hasattr(into, "load_state_dict"):
         template = into.state_dict()
         into.load_state_dict(_like(_complete(_flat(tree, template), template), template))
+        if isinstance(into, torch.optim.Optimizer):
+            follow_parameters(into)
         return {}
     if not isinstance(into, Mapping):
         raise TypeError(
@@ -268,13 +274,29 @@ def _fill(tree: Any, into: Any, where: str) -> dict[str, Any]:
     return nest({**flat, **{name: rest for name, rest in rests.items() if rest}})
 
 
+def follow_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Split an optimizer's state as its parameters are; ``load_state_dict`` leaves it whole on every device."""
+    if placement.home is None:
+        return
+    for parameter, state in optimizer.state.items():
+        if parameter.device.type != "jax":
+            continue
+        its = buffer_of(parameter).signature
+        for value in state.values():
+            if isinstance(value, Tensor) and value.device.type == "jax" and value.shape == parameter.shape:
+                buffer = buffer_of(value)
+                if buffer.signature.shape == its.shape and buffer.signature.sharding is not its.sharding:
+                    moved = placement.move(buffer.value, its.sharding)
+                    set_buffer(value, Buffer(moved, Signature.of(moved)))
+
+
 def _copy(value: Any, into: Tensor, where: str) -> None:
     if np.shape(value) != tuple(into.shape):  # copy_ would broadcast
         raise IsthmusError(
             f"isthmus.checkpoint.load: {where} is {np.shape(value)} in the checkpoint and {tuple(into.shape)} here"
         )
     with torch.no_grad():
-        into.copy_(from_jax(np.asarray(value)))
+        into.copy_(_tensor(np.asarray(value), into))
 
 
 def _flat(tree: Mapping[str, Any], names: Any, prefix: str = "") -> dict[str, Any]:
@@ -328,7 +350,18 @@ def _like(value: Any, template: Any) -> Any:
         return value.item()
     # A scalar without a template is an optimizer's step count before its first step, which torch keeps on the CPU.
     device = template.device if isinstance(template, Tensor) else ("jax" if value.ndim else "cpu")
-    return from_jax(value).to(device)
+    return _tensor(value, template).to(device)
+
+
+def _tensor(value: np.ndarray[Any, Any], like: Any) -> Tensor:
+    """Return an array of a checkpoint as a "jax" tensor, split over the mesh as ``like`` is if it is a tensor."""
+    if placement.home is None or not isinstance(like, Tensor) or like.device.type != "jax":
+        return from_jax(value)  # type: ignore[no-any-return]
+    signature = buffer_of(like).signature
+    fits = (
+        signature.shape == value.shape and like.is_contiguous() and signature.sharding is not placement.OPEN
+    )
+    return wrap(from_numpy(value, signature.sharding if fits else None), like.dtype)
 
 
 def _dict_like(value: Mapping[str, Any], template: Mapping[Any, Any]) -> Any:

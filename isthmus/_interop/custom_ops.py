@@ -19,8 +19,8 @@ from typing import Any
 import jax
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
+from isthmus._graph.private import OpOverload
 from isthmus._graph.schema import schema_of
 from isthmus._interop.arrays import to_jax
 from isthmus._interop.functions import TracedCalls, jax_function

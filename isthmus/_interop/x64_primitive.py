@@ -64,6 +64,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from isthmus._runtime.compiler import abstract, scoped_x64
+from isthmus._runtime.mesh_axes import varying_alike, varying_axes
 from isthmus._runtime.private import prunes, without_dead_code
 
 Array = jax.Array
@@ -86,7 +87,7 @@ def _bind(function: Function, arrays: Sequence[Array]) -> Any:
     inner = traced.jaxpr.replace(constvars=(), invars=[*traced.jaxpr.constvars, *traced.jaxpr.invars])
     # Derivatives compute tangents of integers, whose dtype float0 no compiler knows; nothing reads them.
     jaxpr = ClosedJaxpr(without_dead_code(inner), ())
-    outputs = _primitive.bind(*_varying_alike([*traced.consts, *arrays]), jaxpr=jaxpr)
+    outputs = _primitive.bind(*varying_alike([*traced.consts, *arrays]), jaxpr=jaxpr)
     return jax.tree.unflatten(jax.tree.structure(result), outputs)
 
 
@@ -95,29 +96,9 @@ def _run(*arrays: Array, jaxpr: ClosedJaxpr) -> list[Array]:
         return jaxpr_as_fun(jaxpr)(*arrays)
 
 
-def _varying_alike(arrays: Sequence[Array]) -> Sequence[Array]:
-    """Return arrays that vary over the same mesh axes, as operands of one equation inside ``shard_map`` must.
-
-    A replicated array (weights) beside one that is split over an axis (the batch) is cast explicitly. The cast's
-    transpose adds up the cotangents of all devices, without which the gradient of the weights would be one device's.
-    """
-    axes = frozenset().union(*[_varying_axes(jax.typeof(array)) for array in arrays])
-    if not axes:
-        return arrays
-    with scoped_x64():  # the equation has int64 constants among its operands
-        missing = [tuple(sorted(axes - _varying_axes(jax.typeof(array)))) for array in arrays]
-        return [jax.lax.pcast(a, m, to="varying") if m else a for a, m in zip(arrays, missing, strict=True)]
-
-
-def _varying_axes(aval: Any) -> frozenset[str]:
-    """Return the mesh axes over which an array varies; JAX 0.10.2 moved them from ``vma`` to ``manual_axis_type``."""
-    axis_type = getattr(aval, "manual_axis_type", None)
-    return frozenset(getattr(aval, "vma", ()) if axis_type is None else axis_type.varying)
-
-
 def _result_types(*operands: Any, jaxpr: ClosedJaxpr) -> Any:
-    # The jaxpr knows nothing of mesh axes: its results vary over those of its operands (_varying_alike).
-    varying = next((operand for operand in operands if _varying_axes(operand)), None)
+    # The jaxpr knows nothing of mesh axes: its results vary over those of its operands (varying_alike).
+    varying = next((operand for operand in operands if varying_axes(operand)), None)
     if varying is None:
         return jaxpr.out_avals
     if not hasattr(varying, "manual_axis_type"):

@@ -9,23 +9,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from isthmus import config
 from isthmus._device.core import donation, generator, mode
-from isthmus._device.core.buffer import Buffer
+from isthmus._device.core.buffer import Buffer, Signature, buffer_of, new_tensor
 from isthmus._device.core.resident_state import Residence
 from isthmus._device.core.views import attach_to
-from isthmus._device.torch_glue.private import empty_tensor, restride
+from isthmus._device.torch_glue.private import restride
+from isthmus._device.torch_glue.pytree import tree_flatten, tree_unflatten
 from isthmus._graph.graph import Graph
+from isthmus._graph.layout import is_as_made
 from isthmus._graph.nodes import Leaf, Node
 from isthmus._lazy import programs
 from isthmus._lazy.captured_objects import Roots
 from isthmus._lazy.guards import Guard
 from isthmus._lazy.record_checks import ApiWatch, OpWatch
 from isthmus._lazy.trace import trace
+from isthmus._program import runner
 from isthmus._program.program import STATELESS, StateLayout
-from isthmus._runtime import counters
+from isthmus._runtime import counters, placement
 from isthmus._runtime.user_frames import user_line
 from isthmus.errors import JitError
 
@@ -46,7 +48,7 @@ class Capture:
         self.hosts: dict[int, tuple[Any, Tensor, Callable[[Tensor], Any]]] = {}
         self.own: dict[int, Buffer] = {}
         self.complete, self.reason = False, ""
-        self.program: Any = None
+        self.residences: runner.Residences | None = None
 
     @property
     def replayable(self) -> bool:
@@ -91,13 +93,13 @@ class Capture:
         flat, _ = tree_flatten((args, kwargs))
         self.guard = Guard(self.roots)
         ours = [t for t in flat if _is_ours(t)]
-        layouts = [(_buffer(t), _buffer(t).signature, _layout(t)) for t in ours]
+        layouts = [(buffer_of(t), buffer_of(t).signature, _layout(t)) for t in ours]
         leaves = [t for t in ours if t.is_leaf and t.requires_grad]
         grads = [(t, t.grad) for t in [*self.guard.parameters, *leaves]]
         start = generator.state()
         result, born = self._watched(function, args, kwargs)
         try:
-            if [(_buffer(t), _buffer(t).signature, _layout(t)) for t in ours] != layouts:
+            if [(buffer_of(t), buffer_of(t).signature, _layout(t)) for t in ours] != layouts:
                 self.reason = "it gives an argument another layout or storage"
             if any(t.requires_grad and not t.is_leaf for t in ours):
                 self.reason = "an argument is part of an autograd graph from outside"
@@ -139,13 +141,13 @@ class Capture:
         self, result: list[Any], flat: list[Any], grads: list[tuple[Tensor, Any]], born: set[int], start: Any
     ) -> Any:
         live = trace.live()
-        at = {id(_buffer(t)): n for n, t in enumerate(flat) if _is_ours(t)}
+        at = {id(buffer_of(t)): n for n, t in enumerate(flat) if _is_ours(t)}
         lasting = {id(buffer): tensor for tensor, buffer, _ in self.guard.buffers}
         self.lasting = frozenset(lasting)
         self.shared = self._shared(flat)
-        lasting |= {id(_buffer(g)): g for _, g in grads if _is_ours(g)}
+        lasting |= {id(buffer_of(g)): g for _, g in grads if _is_ours(g)}
         # Results that are arrays already, moved in or made before, go through the program as well.
-        held = {id(_buffer(t)): _buffer(t) for t in result if _is_ours(t)}
+        held = {id(buffer_of(t)): buffer_of(t) for t in result if _is_ours(t)}
         extra = [b for key, b in held.items() if type(b.held) is not Node and key not in (*at, *lasting)]
         wanted = (*[b.held for b in live], *[trace.array(b) for b in extra])
         self._find_inputs(flat, at, lasting, born)
@@ -154,14 +156,14 @@ class Capture:
         self.results = [self._result(t, flat, at, born) for t in result]
         self._find_draws(start)
         self.reason = self.reason or self._why_not()
-        self._first_run(wanted, live)()
+        self._first_run(wanted, live, programs.shardings_of([*live, *extra]))()
         self._check_graphs(result)
         given = [t.detach() if _is_ours(t) and t.grad_fn is not None else t for t in result]
         return tree_unflatten(given, self.spec)
 
     def _shared(self, flat: list[Any]) -> list[Any]:
         """Return for each argument which buffer it is that the function also reaches otherwise, if it is one."""
-        buffers = [id(_buffer(t)) for t in flat if _is_ours(t)]
+        buffers = [id(buffer_of(t)) for t in flat if _is_ours(t)]
         return [buffer if buffer in self.lasting else None for buffer in buffers]
 
     def _find_inputs(
@@ -218,7 +220,7 @@ class Capture:
             return ("same", found)
         if not _is_ours(found):
             return ("copy", found.clone()) if id(found) in born else ("same", found)
-        key = id(_buffer(found))
+        key = id(buffer_of(found))
         if key in self.born:
             return ("new", self.born[key], _layout(found))
         return ("argument", at[key], _layout(found)) if key in at else ("same", found)
@@ -234,11 +236,11 @@ class Capture:
             who, grad = places.get(id(leaf), leaf), leaf.grad
             if grad is None:
                 self.dropped += [who] if before is not None else []
-            elif _is_ours(grad) and id(_buffer(grad)) in self.born:
-                self.grads.append((who, self.born[id(_buffer(grad))], _layout(grad)))
+            elif _is_ours(grad) and id(buffer_of(grad)) in self.born:
+                self.grads.append((who, self.born[id(buffer_of(grad))], _layout(grad)))
             elif grad is not before:
                 self.reason = "it puts other tensors into .grad"
-            if before is not None and _is_ours(before) and id(_buffer(before)) in used:
+            if before is not None and _is_ours(before) and id(buffer_of(before)) in used:
                 self.added.append((who, before))
         if any(type(who) is int for who, _ in self.added):
             self.reason = "it adds to the gradient of an argument"
@@ -266,7 +268,7 @@ class Capture:
         changed = self.guard.changed(now)
         if changed:
             return f"it changes {changed}"
-        if any(isinstance(t, Tensor) and _is_ours(t) and id(_buffer(t)) in self.born for t in now.found):
+        if any(isinstance(t, Tensor) and _is_ours(t) and id(buffer_of(t)) in self.born for t in now.found):
             return "it keeps a tensor that it makes"
         wanted = {n for kind, n, *_ in self.results if kind == "new"} | {n for _, n, _ in self.grads}
         if set(self.born.values()) - wanted:
@@ -287,37 +289,40 @@ class Capture:
                 "backward() inside the function, return result.detach(), or call it under torch.no_grad()"
             )
 
-    def _first_run(self, wanted: tuple[Node, ...], live: list[Buffer]) -> Callable[[], None]:
+    def _first_run(
+        self, wanted: tuple[Node, ...], live: list[Buffer], shardings: programs.Shardings
+    ) -> Callable[[], None]:
         """Compute what the recording left, give it to its buffers, and return how to check the conditions."""
         self.writes: list[tuple[int, int, str, Any]] = []
         if not wanted:
             self.complete = True
             return _nothing
-        family = programs.family_of(wanted)
-        self.order = [family.unique.index(node) for node in wanted]
+        family = programs.family_of(wanted, shardings)
+        self.order = family.order(wanted, shardings)
         state, results = self._state(family.graph, wanted)
         dying = programs.dying(family) - {leaf for leaf, _ in state.pairs} if self.donate else frozenset()
-        self._use(family.find(dying, state, results))
-        program, self.lines = self.program, dict(trace.lines)
+        program: Any = family.find(dying, state, results)
+        self._use(program)
+        self.lines = dict(trace.lines)
         self.constants = program.pack_numbers(trace.numbers, trace.offsets)
         whole, bundles = program.packing.pick(trace.arrays.__getitem__)
-        arrays = [trace.arrays[at] for at in program.slots]
-        outputs: list[Any] = []
+        residence = self._residence()
 
-        def commit(found: Sequence[Any]) -> None:
-            outputs[:] = found
+        def bind(results: Sequence[Any]) -> None:
             for place, n, _, _ in self.writes:
                 if n < len(live):
-                    live[n].held = found[place]
+                    live[n].compute(results[place])
             self.complete = True
 
         try:
-            self.residence.begin(donation.own(whole), bundles)
-            inputs = program.arguments(arrays, self.constants, trace.draws[: program.draws])
-            self.residence.run(program.call, inputs, commit)
+            residence.begin(donation.own(whole), bundles)
+            arrays = [trace.arrays[at] for at in program.slots]
+            outputs = runner.run(
+                program, arrays, bind, constants=self.constants, draws=trace.draws, residence=residence
+            )
         except BaseException:
             if not self.complete:
-                self.residence.give_back()
+                residence.give_back()
             raise
         return partial(program.report, outputs, self.lines)
 
@@ -337,17 +342,29 @@ class Capture:
         return StateLayout(tuple(pairs)), tuple(plain)
 
     def _use(self, program: Any) -> None:
-        """Run this program from now on: find out where its inputs come from and its results go."""
-        self.program = program
+        """Find out where the program's inputs come from and its results go."""
+        self.residences = runner.Residences(program)
         self.inputs = [self.sources[at] for at in program.slots]
-        self.residence = Residence(*program.packing.pick(lambda leaf: self.sources[leaf][1]))
         state = {id(self.sources[leaf][1]) for leaf in program.packing.inputs}
         places = program.places
         self.writes = [
-            (places[self.order[n]], n, kind, target)
+            (places[self.order[n]], n, kind, self._computed(program, n) if kind == "new" else target)
             for n, (kind, target) in enumerate(self.targets)
             if kind != "buffer" or id(target) not in state
         ]
+
+    def _computed(self, program: Any, n: int) -> Signature:
+        """Return the signature of a new buffer; where XLA was to choose how it is split, it has."""
+        signature: Signature = self.targets[n][1]
+        if signature.sharding is not placement.OPEN:
+            return signature
+        sharding = program.result_shardings[program.results.index(self.order[n])]
+        return Signature.intern(signature.shape, signature.dtype, sharding=sharding)
+
+    def _residence(self) -> Residence:
+        """Return where the state is; there is one set of buffers."""
+        assert self.residences is not None
+        return self.residences.find((), lambda leaf: self.sources[leaf][1])
 
     def holds(self, roots: Roots, flat: list[Any]) -> bool:
         """Return whether everything the recording depends on is as it was when it began."""
@@ -357,27 +374,20 @@ class Capture:
 
     def run(self, flat: list[Any]) -> Any:
         """Do what the recording did, on these arguments."""
-        draws = self._draw()
-        program = self.program
-        if program is None:
+        draws = self._draw()  # also where no program reads them: the generator moves on
+        if self.residences is None:
             return self._given(self._write((), flat), flat)
-        if self.residence.wears:
-            self._use(program.unbundled())
-            program = self.program
-        outputs: list[Any] = []
         new: dict[int, Buffer] = {}
-
-        def commit(found: Sequence[Any]) -> None:
-            outputs[:] = found
-            new.update(self._write(found, flat))
-
-        with donation.lock:
-            inputs = [_take(kind, source, flat) for kind, source in self.inputs]
-            donated = [_lasting_buffer(self.inputs[at], flat) for at in program.donated]
-            undo = donation.take(inputs, program.donated, donated)
-            inputs = program.arguments(inputs, self.constants, draws[: program.draws])
-            self.residence.run(program.call, inputs, commit, undo)
-        del inputs
+        residence = self._residence()
+        program = self.residences.program
+        outputs = runner.run(
+            program,
+            [_source(kind, source, flat) for kind, source in self.inputs],
+            lambda results: new.update(self._write(results, flat)),
+            constants=self.constants,
+            draws=draws,
+            residence=residence,
+        )
         counters.count("replays")
         program.report(outputs, self.lines)
         return self._given(new, flat)
@@ -403,7 +413,7 @@ class Capture:
             if kind == "buffer":
                 target.bind(value)
             elif kind == "argument":
-                _buffer(flat[target]).bind(value)
+                buffer_of(flat[target]).bind(value)
                 touched += [] if flat[target].is_inference() else [flat[target]]
             else:
                 new[n] = Buffer(value, target)
@@ -433,25 +443,14 @@ def _is_ours(value: Any) -> bool:
     return isinstance(value, Tensor) and value.device.type == "jax"
 
 
-def _buffer(tensor: Tensor) -> Buffer:
-    return tensor.untyped_storage()._buffer  # type: ignore[attr-defined]
-
-
 def _layout(tensor: Tensor) -> Layout:
     return tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype
 
 
-def _lasting_buffer(place: tuple[str, Any], flat: list[Any]) -> Buffer:
-    """Return the buffer of an input that is an argument or lives on, as all are whose memory is donated."""
-    kind, source = place
-    assert kind in ("buffer", "argument")
-    return source if kind == "buffer" else _buffer(flat[source])
-
-
-def _take(kind: str, source: Any, flat: list[Any]) -> Any:
-    """Return the array of one input."""
-    if kind in ("buffer", "argument"):
-        return _lasting_buffer((kind, source), flat).value
+def _source(kind: str, source: Any, flat: list[Any]) -> Any:
+    """Return the buffer or the array of one input."""
+    if kind == "argument":
+        return buffer_of(flat[source])
     if kind == "moved":
         place, tensor, again = source
         return again(tensor if place is None else flat[place])
@@ -460,9 +459,8 @@ def _take(kind: str, source: Any, flat: list[Any]) -> Any:
 
 def _tensor(buffer: Buffer, layout: Layout) -> Tensor:
     size, stride, offset, dtype = layout
-    tensor = empty_tensor(size, dtype)
-    tensor.untyped_storage()._buffer = buffer  # type: ignore[attr-defined]
-    return tensor if tensor.stride() == stride and not offset else restride(tensor, size, stride, offset)
+    tensor = new_tensor(size, None if is_as_made(size, stride) else stride, dtype, buffer)
+    return restride(tensor, size, stride, offset) if offset else tensor
 
 
 def _give(result: tuple[Any, ...], new: dict[int, Buffer], flat: list[Any]) -> Any:

@@ -39,7 +39,7 @@ class HostedProgram:
                 values.append(offsets[leaf.index])
         return values
 
-    def arguments(self, arrays: list[Array], constants: list[Any], draws: list[Any]) -> list[Any]:
+    def arguments(self, arrays: list[Array], constants: Sequence[Any], draws: Sequence[Any]) -> list[Any]:
         """Return what ``call`` takes."""
         words = [torch.from_numpy(draws[leaf.index]) for leaf in self.leaves if leaf.kind == "draw"]
         return [*arrays, *constants, *words]

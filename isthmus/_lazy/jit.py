@@ -13,13 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
 from isthmus._device.core import mode
 from isthmus._device.core.entry import static_part
+from isthmus._device.torch_glue.pytree import tree_flatten
+from isthmus._graph.private import address_of, storage_of
 from isthmus._lazy.capture import REASON, Capture
 from isthmus._lazy.captured_objects import Roots
 from isthmus._lazy.trace import trace
+from isthmus._runtime import placement
 from isthmus.errors import JitError
 
 _KEYS = 64
@@ -136,7 +138,7 @@ def _argument_key(value: Any) -> Any:
 def _aliases(flat: list[Any]) -> tuple[int, ...]:
     """Return, for each tensor argument, the first that shares its storage."""
     first: dict[int, int] = {}
-    storages = [v.untyped_storage()._cdata if isinstance(v, Tensor) else -n for n, v in enumerate(flat)]
+    storages = [address_of(storage_of(v)) if isinstance(v, Tensor) else -n for n, v in enumerate(flat)]
     return tuple([first.setdefault(storage, n) for n, storage in enumerate(storages)])
 
 
@@ -150,4 +152,5 @@ def _torch_state() -> tuple[Any, ...]:
         torch.get_float32_matmul_precision(),
         torch.is_autocast_enabled("jax"),
         torch.get_autocast_dtype("jax"),
+        placement.home,
     )

@@ -12,21 +12,22 @@ import torch
 from torch import Tensor
 
 from isthmus import config
-from isthmus._device.core.buffer import Buffer, Signature
+from isthmus._device.core.buffer import Buffer, Signature, buffer_of
 from isthmus._device.core.dispatch import Kernel
 from isthmus._device.core.entry import make_recording_entry
 from isthmus._device.core.mutation import restride_all
-from isthmus._device.core.plan import Builder, Plan, build, only
+from isthmus._device.core.plan import Builder, Plan, build, is_made_like, only
 from isthmus._device.core.slots import NumberSlot, Slot, Static, TensorSlot
 from isthmus._device.torch_glue.private import empty_tensor, restride
 from isthmus._graph import view_calls
 from isthmus._graph.layout import Spec, is_as_made, storage_shape
 from isthmus._graph.nodes import TABLE, Call, Input, Node, Type, call_of, node
-from isthmus._graph.schema import PLACEMENT
+from isthmus._graph.passes.slice_gradients import BACKWARDS
+from isthmus._graph.schema import PLACEMENT, schema_of
 from isthmus._graph.view_calls import chained
 from isthmus._lazy.trace import trace
 from isthmus._ops.value_checks import collecting
-from isthmus._runtime import compiler
+from isthmus._runtime import compiler, placement
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
 from isthmus._runtime.traced_results import shapes_with_extra
 from isthmus._runtime.user_frames import user_line
@@ -57,12 +58,20 @@ def recording_entry(kernel: Kernel) -> Callable[..., Any]:
         "_Node": Node,
         "_new_plan": new_recipe,
         "_array_of": trace.array,
-        "_number": trace.number,
+        "_number": _slice_end if kernel.functional in BACKWARDS else trace.number,
         "_offset_of": trace.offset,
         "_draw": trace.draw,
     }
     entry = make_recording_entry(kernel, names)
     return entry
+
+
+def _slice_end(value: int) -> Node:
+    """Return a leaf for where a slice starts or ends: compiled in until it changes, so that passes can look at it.
+
+    Programs for a range of sizes take it as a number: it changes with the sizes.
+    """
+    return trace.offset(value) if config.current.shapes == "exact" else trace.number(value)
 
 
 @dataclass(frozen=True)
@@ -180,6 +189,10 @@ class Recipe:
 
     def plan(self) -> Plan:
         """Return how a call is recorded."""
+        if placement.home is not None and self.builder.mutation is None:
+            made_of_nothing = not any(map(_has_tensor, self.builder.slots.values()))
+            if made_of_nothing or is_made_like(self.builder.op):
+                return _placing(self._general(), not made_of_nothing)
         plain = self._is_plain()
         single = len(self.call.types) == 1 and not self.checked
         if plain and single and self.builder.mutation is None and self.builder.assembler() is only:
@@ -203,7 +216,7 @@ class Recipe:
         _, write = self.writes[0]
         if write.shaped or write.whole or write.whole is None or any(mutation.resized):
             return None
-        call, locate, returns = self.call, mutation.locate, len(self.builder.op._schema.returns)
+        call, locate, returns = self.call, mutation.locate, len(schema_of(self.builder.op).returns)
 
         def run(inputs: list[Node], values: Values) -> Any:
             key = (call, *inputs)
@@ -226,7 +239,7 @@ class Recipe:
         write = self._writer() if self.writes else None
         mutation = self.builder.mutation
         assemble = self.builder.assembler() if mutation is None else None
-        returns = len(self.builder.op._schema.returns)
+        returns = len(schema_of(self.builder.op).returns)
 
         def run(inputs: list[Node], values: Values) -> Any:
             found = node(call, *(inputs if reads is None else [read(inputs) for read in reads]))
@@ -276,9 +289,31 @@ class Recipe:
         return write
 
 
+def _has_tensor(slot: Slot) -> bool:
+    return any(map(_has_tensor, slot)) if isinstance(slot, list) else isinstance(slot, TensorSlot)
+
+
+def _placing(plan: Plan, follows: bool) -> Plan:
+    """Return the plan of a factory, with a mesh: ``zeros`` is at home, ``full_like`` split as the tensor it is like."""
+
+    def run(inputs: list[Node], values: Values) -> Any:
+        tensor = plan(inputs, values)
+        if isinstance(tensor, Tensor):
+            buffer = buffer_of(tensor)
+            mine, its = buffer.signature, buffer_of(values[0]).signature if follows else None
+            sharding = its.sharding if its is not None and its.shape == mine.shape else None
+            buffer.signature = Signature.intern(mine.shape, mine.dtype, sharding=sharding)
+        return tensor
+
+    return run
+
+
 def signature_of(spec: Spec) -> Signature:
-    """Return the signature of a new storage for this spec."""
-    return Signature.intern(storage_shape(spec.size, spec.stride), to_jax_dtype(spec.dtype))
+    """Return the signature of a new storage for this spec; with a mesh XLA chooses how it is split."""
+    sharding = None if placement.home is None else placement.OPEN
+    return Signature.intern(
+        storage_shape(spec.size, spec.stride), to_jax_dtype(spec.dtype), sharding=sharding
+    )
 
 
 def maker(spec: Spec, calls: list[Call]) -> Callable[[Node], Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence, Set
 from functools import partial
+from itertools import repeat
 from sys import getrefcount
 from threading import get_ident
 from typing import Any
@@ -16,29 +17,40 @@ from isthmus._device.core.slack import Slack
 from isthmus._graph.backends import backend_named
 from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import TABLE, Call, Leaf, Node, Type, forget_all_but, leaf, reachable
-from isthmus._graph.passes import optimise
-from isthmus._graph.passes.rewrite import remade, share_offsets
-from isthmus._graph.passes.split import Stage, cut
+from isthmus._graph.passes import cut, optimise
+from isthmus._graph.passes.rewrite import fill_offsets, remade, share_offsets
+from isthmus._graph.passes.slice_gradients import BACKWARDS
+from isthmus._graph.passes.split import split
+from isthmus._graph.passes.stages import Stage
 from isthmus._lazy import ranges, recompile_warnings, sync_reasons
 from isthmus._lazy.custom_backend import HostedProgram
 from isthmus._lazy.trace import trace
+from isthmus._program import runner
 from isthmus._program.evaluate import CallFailure
 from isthmus._program.program import STATELESS, CompiledProgram, StateLayout
 from isthmus._program.ranges import Match
-from isthmus._runtime import counters, forks
+from isthmus._runtime import counters, forks, placement
 from isthmus.errors import IsthmusError
 
 # No buffer holds an array that dies, only the trace does.
 _OWNED = donation.OWNED - 1
 _NODES = 200_000
 _VARIANTS = 32
+Shardings = tuple[Any, ...] | None
 
 
 class Family:
     """The programs of one graph: for each set of offsets compiled in, and of inputs that die."""
 
-    def __init__(self, outputs: tuple[Node, ...]) -> None:
-        self.unique = tuple(dict.fromkeys(outputs))
+    def __init__(self, outputs: tuple[Node, ...], shardings: Shardings = None) -> None:
+        self.places = {pair: n for n, pair in enumerate(dict.fromkeys(_pairs(outputs, shardings)))}
+        self.unique = tuple([node for node, _ in self.places])
+        # With a mesh a node may be wanted twice, split one way and another.
+        self.constraints = {
+            n: sharding
+            for n, (_, sharding) in enumerate(self.places)
+            if shardings is not None and sharding is not placement.OPEN
+        }
         self.graph = Graph.of(self.unique)
         leaves = [n.call for n in self.graph.inputs if isinstance(n.call, Leaf)]
         self.fixed = [leaf.index for leaf in leaves if leaf.kind == "offset"]
@@ -88,7 +100,8 @@ class Family:
         state: StateLayout,
         results: tuple[int, ...] | None,
     ) -> CompiledProgram:
-        graph = optimise(share_offsets(self.graph, constants), "lazy")
+        graph = fill_offsets(share_offsets(self.graph, constants), constants, BACKWARDS)
+        graph = optimise(graph, "lazy")
         results = tuple(range(len(graph.outputs))) if results is None else results
         leaves = [n.call for n in graph.inputs if isinstance(n.call, Leaf) and n.call.kind == "array"]
         kept = {index for index, _ in state.pairs}
@@ -101,15 +114,17 @@ class Family:
                 results,
                 state=state,
                 donate=_donated(slots, dying, [graph.outputs[at].type for at in dict.fromkeys(results)]),
+                shardings={leaf.index: leaf.sharding for leaf in leaves if leaf.sharding is not None},
+                constraints=self.constraints,
                 constants=constants,
                 moving=self.moving,
                 options=ranges.OPTIONS,
                 title="a step",
             )
         except CallFailure as failure:
-            call, origin = failure.node.call, graph.origins.get(failure.node, failure.node)
+            call = failure.node.call
             assert isinstance(call, Call)
-            where = trace.lines.get(origin) or 'set isthmus.config.lines = "on" to see where'
+            where = trace.lines.get(failure.node) or 'set isthmus.config.lines = "on" to see where'
             raise IsthmusError(
                 f"{call.op} could not be compiled ({where}): {failure.cause}"
             ) from failure.cause
@@ -121,12 +136,18 @@ class Family:
             found = self.programs[None] = HostedProgram(self.graph, backend_named(self.backend))
         return found
 
-    def spread(self, wanted: tuple[Node, ...], found: Sequence[Any]) -> list[Any]:
-        """Return a program's result for each node wanted, some of which may be wanted twice."""
-        if len(self.unique) == len(wanted):
-            return list(found[: len(wanted)])
-        values = dict(zip(self.unique, found, strict=False))
-        return [values[n] for n in wanted]
+    def order(self, wanted: tuple[Node, ...], shardings: Shardings = None) -> list[int]:
+        """Return which output each node wanted is; some may be wanted twice."""
+        return [self.places[pair] for pair in _pairs(wanted, shardings)]
+
+
+def _pairs(nodes: Sequence[Node], shardings: Shardings) -> list[tuple[Node, Any]]:
+    return list(zip(nodes, shardings or repeat(None), strict=False))
+
+
+def shardings_of(buffers: Sequence[Buffer]) -> Shardings:
+    """Return how these buffers want to be split; None on one device."""
+    return None if placement.home is None else tuple([b.signature.sharding for b in buffers])
 
 
 def _donated(slots: Sequence[Leaf], dying: frozenset[int], results: Sequence[Type]) -> tuple[int, ...]:
@@ -197,7 +218,7 @@ def _run(live: list[Buffer], because: str) -> Callable[[], None]:
 
     def commit(arrays: Sequence[Any]) -> None:
         for buffer, array in zip(live, arrays, strict=True):
-            buffer.held = array
+            buffer.compute(array)
         trace.reset()
 
     if match is not None:
@@ -205,9 +226,10 @@ def _run(live: list[Buffer], because: str) -> Callable[[], None]:
         run.known = compiled == counters.counts["compilations"]
         run.ranged(match, wanted, commit)
     elif staged is None:
-        family = family_of(wanted)
+        shardings = shardings_of(live)
+        family = family_of(wanted, shardings)
         graph = family.graph
-        run.whole(family, wanted, commit)
+        run.whole(family, family.order(wanted, shardings), commit)
     else:
         graph, stages = staged
         run.stages(stages, lambda values: commit([values[n] for n in wanted]))
@@ -217,7 +239,9 @@ def _run(live: list[Buffer], because: str) -> Callable[[], None]:
 
 def _match(wanted: tuple[Node, ...]) -> Match | None:
     """Return the program for a range of sizes that serves these nodes, unless they have an exact one already."""
-    if config.shapes == "exact" or config.backend != "xla" or (config.backend, *wanted) in _families:
+    if config.shapes == "exact" or config.backend != "xla" or placement.home is not None:
+        return None
+    if (config.backend, *wanted) in _families:
         return None
     return ranges.find(tuple(dict.fromkeys(wanted)))
 
@@ -225,10 +249,11 @@ def _match(wanted: tuple[Node, ...]) -> Match | None:
 def _stages(line: str, wanted: tuple[Node, ...]) -> tuple[Graph, list[Stage]] | None:
     """Return the graph of nodes never wanted before and its stages, where a line needs a new program every time."""
     before = recompile_warnings.last(line)
-    if before is None or (config.backend, *wanted) in _families:
+    # Between stages it is not known how XLA splits what one gives to the next.
+    if before is None or placement.home is not None or (config.backend, *wanted) in _families:
         return None
     graph = Graph.of(tuple(dict.fromkeys(wanted)))
-    stages = cut(before, graph)
+    stages = cut("split", "lazy", graph, partial(split, before))
     return (graph, stages) if stages else None
 
 
@@ -239,11 +264,9 @@ class _Run:
         self.known = True  # whether every program was there
         self._settle: list[Callable[[], None]] = []
 
-    def whole(
-        self, family: Family, wanted: tuple[Node, ...], commit: Callable[[Sequence[Any]], None]
-    ) -> None:
-        """Compute these nodes by one program."""
-        self._call(family, self._find(family), wanted, commit)
+    def whole(self, family: Family, order: list[int], commit: Callable[[Sequence[Any]], None]) -> None:
+        """Compute outputs of a graph, in this order, by one program."""
+        self._call(self._find(family), order, commit)
 
     def ranged(self, match: Match, wanted: tuple[Node, ...], commit: Callable[[Sequence[Any]], None]) -> None:
         """Compute these nodes by a program for a range of sizes."""
@@ -271,7 +294,7 @@ class _Run:
             wanted = tuple([new[output] for output in stage.outputs])
             family = family_of(wanted)
             held = set(range(count, count + len(leaves))).union(*[s.arrays for s in stages[at + 1 :]])
-            calls.append((family, self._find(family, held), wanted))
+            calls.append((self._find(family, held), family.order(wanted)))
             for output in stage.outputs:
                 leaves[output] = leaf("array", count + len(leaves), output.type)
         interrupt: BaseException | None = None
@@ -286,9 +309,8 @@ class _Run:
 
     def _stage(
         self,
-        family: Family,
         program: CompiledProgram | HostedProgram,
-        wanted: tuple[Node, ...],
+        order: list[int],
         interrupt: BaseException | None,
     ) -> BaseException | None:
         """Run a stage, again if it is interrupted; return what has interrupted it or one before."""
@@ -299,10 +321,10 @@ class _Run:
 
         for last in (False, True):
             try:
-                self._call(family, program, wanted, join)
+                self._call(program, order, join)
                 return interrupt
             except BaseException as error:
-                if len(trace.arrays) == start + len(wanted):
+                if len(trace.arrays) == start + len(order):
                     return interrupt or error  # it has run all the same
                 if last:
                     raise
@@ -316,23 +338,19 @@ class _Run:
 
     def _call(
         self,
-        family: Family,
         program: CompiledProgram | HostedProgram,
-        wanted: tuple[Node, ...],
+        order: list[int],
         commit: Callable[[Sequence[Any]], None],
     ) -> None:
         arrays = [trace.arrays[at] for at in program.slots]  # type: ignore[index]  # no slot is a tuple
         arrays = [array.exact() if type(array) is Slack else array for array in arrays]
         constants = program.pack_numbers(trace.numbers, trace.offsets)
-        inputs = program.arguments(arrays, constants, trace.draws[: program.draws])
         lines = dict(trace.lines)
-        outputs: list[Any] = []
 
-        def keep(found: Sequence[Any]) -> None:
-            outputs[:] = found
-            commit(family.spread(wanted, found))
+        def bind(results: Sequence[Any]) -> None:
+            commit([results[at] for at in order])
 
-        donation.run(program.call, inputs, keep)
+        outputs = runner.run(program, arrays, bind, constants=constants, draws=trace.draws)
         self._settle.append(partial(program.report, outputs, lines))
 
     def settle(self) -> None:
@@ -341,12 +359,12 @@ class _Run:
             settle()
 
 
-def family_of(wanted: tuple[Node, ...]) -> Family:
-    """Return the programs that compute these nodes from the leaves of the trace."""
-    key = (config.backend, *wanted)
+def family_of(wanted: tuple[Node, ...], shardings: Shardings = None) -> Family:
+    """Return the programs that compute these nodes, split like this, from the leaves of the trace."""
+    key = (config.backend, *wanted, *(shardings or ()))
     family = _families.get(key)
     if family is None:
-        family = _families[key] = Family(wanted)
+        family = _families[key] = Family(wanted, shardings)
         while len(_families) > config.programs:
             _families.popitem(last=False)
     else:

@@ -107,7 +107,8 @@ class Trace:
 
     def _new_array(self, key: tuple[int, Signature]) -> Node:
         at, signature = key
-        found = self.known[key] = leaf("array", at, Type(signature.shape, to_torch_dtype(signature.dtype)))
+        type = Type(signature.shape, to_torch_dtype(signature.dtype))
+        found = self.known[key] = leaf("array", at, type, sharding=signature.sharding)
         return found
 
     def number(self, value: Any) -> Node:

@@ -11,21 +11,26 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 import torch
 from jax import lax
 from jax.typing import DTypeLike
-from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as Promotion
-from torch._prims_common import elementwise_dtypes
 
+from isthmus._graph.private import Promotion, elementwise_dtypes
 from isthmus._runtime import compiler
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
 
 Array = jax.Array
-DType = np.dtype[np.generic]
+DType = np.dtype[np.generic]  # type: ignore[explicit-any]  # numpy's own default
+HostArray = npt.NDArray[Any]  # type: ignore[explicit-any]  # of any dtype, for which numpy has no other word
+"""A numpy array: what a lowering computes while it is traced, such as windows and weights that sizes decide."""
+ArrayFunction = Callable[..., Array]  # type: ignore[explicit-any]  # the schemas differ
+"""A function that returns one array, whatever the schema of its op calls for."""
 Ints = Sequence[int]
 # ml_dtypes adds them to numpy; which there are depends on JAX's version.
 FLOAT8 = frozenset(np.dtype(getattr(jnp, name)) for name in dir(jnp) if name.startswith("float8_"))
@@ -80,7 +85,7 @@ def is_bool(operand: Operand) -> bool:
     return isinstance(operand, bool) or getattr(operand, "dtype", None) == jnp.bool_
 
 
-def cast(operand: Operand | np.ndarray, dtype: DTypeLike) -> Array:
+def cast(operand: Operand | HostArray, dtype: DTypeLike) -> Array:
     """Return an array or a number as an array of ``dtype``, converted as torch converts."""
     array = operand.value if isinstance(operand, Number) else jnp.asarray(operand)
     dtype = np.dtype(dtype)
@@ -209,6 +214,19 @@ def product_dtype(dtype: DTypeLike) -> DType:
     XLA accumulates in the dtype of the result.
     """
     return accumulation_dtype(dtype) if compiler.platform() == "cpu" else np.dtype(dtype)
+
+
+@functools.cache
+def _dimension() -> type:
+    from jax import export
+
+    # JAX's class of symbolic dimensions has no public name.
+    return type(export.symbolic_shape("n")[0])
+
+
+def is_dimension(value: object) -> bool:
+    """Return whether a size is a symbol of JAX's, known only when an exported program runs."""
+    return compiler.is_portable() and isinstance(value, _dimension())
 
 
 def wrap_dim(dim: int, ndim: int) -> int:

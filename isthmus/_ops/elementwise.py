@@ -11,21 +11,21 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import jax.numpy as jnp
-from torch._ops import OpOverload
-from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as Promotion
 
 from isthmus._graph.names import Missing
+from isthmus._graph.private import Op, Promotion
 from isthmus._ops.common import ALWAYS_BOOL, DEFAULT, Array, Dtypes, Operand, cast, promote
 from isthmus._ops.known_schemas import arguments_of
 from isthmus._ops.registry import lowering
 from isthmus.errors import Unsupported
 
 Result = Array | tuple[Array, ...]
-Function = TypeVar("Function", bound=Callable[..., Array | tuple[Array, ...]])
+Computation = Callable[..., Result]  # type: ignore[explicit-any]  # the schemas differ
+Function = TypeVar("Function", bound=Computation)
 
 
 def elementwise(
-    *ops: OpOverload | Missing,
+    *ops: Op | Missing,
     promote_as: Promotion = DEFAULT,
     numbers_promote: bool = True,
     dtypes: Dtypes | None = None,
@@ -48,9 +48,7 @@ def elementwise(
     return file
 
 
-def _register(
-    op: OpOverload, function: Callable[..., Result], kind: Promotion, numbers: bool, dtypes: Dtypes | None
-) -> None:
+def _register(op: Op, function: Computation, kind: Promotion, numbers: bool, dtypes: Dtypes | None) -> None:
     arguments = arguments_of(op)
     operands = {a.name for a in arguments if a.kind in ("tensor", "scalar")}
     promoting = {a.name for a in arguments if a.kind == "tensor" or (numbers and a.name in operands)}

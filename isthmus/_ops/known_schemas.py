@@ -22,8 +22,7 @@ import functools
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch._ops import OpOverload
-
+from isthmus._graph.private import Op
 from isthmus._graph.schema import Argument, Schema, schema_of
 
 FILE = Path(__file__).with_name("schemas.txt")
@@ -102,7 +101,7 @@ def match(schema: Schema) -> Match | None:
     return None
 
 
-def arguments_of(op: OpOverload) -> tuple[Argument, ...]:
+def arguments_of(op: Op) -> tuple[Argument, ...]:
     """Return the arguments of ``op`` that its lowering was written for; all of them where the op drifted or is unknown.
 
     Wrappers that read names off the schema use this: an argument that is new in this torch must not become an operand.

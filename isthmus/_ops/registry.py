@@ -27,15 +27,18 @@ from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
-from torch._ops import OpOverload
 
 from isthmus._graph.names import Missing
+from isthmus._graph.private import Op, OpOverload
 from isthmus._graph.schema import PLACEMENT, Schema, schema_of
 from isthmus._ops import known_schemas
-from isthmus._ops.common import Dtypes, accumulation_dtype, cast
+from isthmus._ops.common import DType, Dtypes, accumulation_dtype, cast
 from isthmus.errors import SchemaError, Unsupported
 
-Function = TypeVar("Function", bound=Callable[..., object])
+Value = Any  # type: ignore[explicit-any]
+"""An argument or result of a call: an array, a ``Number``, a Python value, a list of them; its schema says which."""
+AnyFunction = Callable[..., Value]  # type: ignore[explicit-any]
+Function = TypeVar("Function", bound=AnyFunction)
 
 
 class Place(NamedTuple):
@@ -49,19 +52,19 @@ class Place(NamedTuple):
 class Lowering:
     """A pure function for one op, and which of its arguments are values known only at run time."""
 
-    op: OpOverload
-    function: Callable[..., Any]
+    op: Op
+    function: AnyFunction
     place: Place
     dynamic: frozenset[str]
     parameters: frozenset[str]
     ignored: frozenset[str]
     random: bool
     matmul: bool
-    size: Callable[..., Any] | None
+    size: AnyFunction | None
     renamed: dict[str, str] = field(default_factory=dict)
     """The function's name for each argument that this torch calls otherwise."""
 
-    def __call__(self, arguments: dict[str, Any]) -> Any:
+    def __call__(self, arguments: dict[str, Value]) -> Value:
         """Lower a call given every argument by name; one the function does not take must have its default."""
         defaults = {a.name: a.default for a in schema_of(self.op).arguments if a.has_default}
         for name, value in arguments.items():
@@ -72,12 +75,12 @@ class Lowering:
         return self.function(**{names[name]: arguments[name] for name in names})
 
 
-registry: dict[OpOverload, Lowering] = {}
+registry: dict[Op, Lowering] = {}
 attempted: set[str] = set()
 """Names of the overloads that families of this folder have a function for, whether or not it was refused."""
 refused: dict[str, str] = {}
 """Why a function of ours does not serve its op with this torch, by the op's name."""
-waiting: dict[str, Callable[[OpOverload], None]] = {}
+waiting: dict[str, Callable[[Op], None]] = {}
 """Lowerings of ops that other libraries define, by the op's name, until its first call."""
 on_register: list[Callable[[Lowering], None]] = []
 """Called with each new lowering; the device hangs its kernels here."""
@@ -94,7 +97,7 @@ class Options(TypedDict, total=False):
     """The function has a parameter ``rng``, a JAX key."""
     matmul: bool
     """The program is compiled again when torch's float32 precision changes."""
-    size: Callable[..., object] | None
+    size: AnyFunction | None
     """Computes the data-dependent size that the function then gets, as a Python int, in its parameter ``size``."""
     ignores: Iterable[str]
     """Arguments that change nothing here, such as the window of a pooling whose gradient goes by saved indices."""
@@ -108,7 +111,7 @@ class Options(TypedDict, total=False):
     """Refuse other dtypes, and arrays of two dtypes, as torch does; integers beside floats are indices."""
 
 
-def lowering(*ops: OpOverload | Missing, **options: Unpack[Options]) -> Callable[[Function], Function]:
+def lowering(*ops: Op | Missing, **options: Unpack[Options]) -> Callable[[Function], Function]:
     """Register the decorated function as the lowering of each op, or record why an op is refused."""
     place = _module_line()
 
@@ -126,7 +129,7 @@ def lowering(*ops: OpOverload | Missing, **options: Unpack[Options]) -> Callable
     return file
 
 
-def user_lowering(*ops: OpOverload | Missing, **options: Unpack[Options]) -> Callable[[Function], Function]:
+def user_lowering(*ops: Op | Missing, **options: Unpack[Options]) -> Callable[[Function], Function]:
     """Make the decorated function the lowering of each op: a pure function of arrays with the schema's parameter names.
 
     Tensors arrive as JAX arrays, ``Scalar`` arguments as ``Number``, everything else as the Python value that the
@@ -184,9 +187,9 @@ def lowering_when_defined(name: str, **options: Unpack[Options]) -> Callable[[Fu
     return wait
 
 
-def lowering_of(op: OpOverload) -> Lowering | None:
+def lowering_of(op: Op) -> Lowering | None:
     """Return the lowering of ``op`` if it has one; one that waited for the op to be defined is registered first."""
-    register = waiting.pop(op._schema.name, None) if op._overloadname == "default" else None
+    register = waiting.pop(op.name(), None)  # "lib::op", without a name of an overload
     if register is not None:
         try:
             register(op)
@@ -195,12 +198,10 @@ def lowering_of(op: OpOverload) -> Lowering | None:
     return registry.get(op)
 
 
-Ops = tuple[OpOverload | Missing, ...]
+Ops = tuple[Op | Missing, ...]
 
 
-def _register(
-    op: OpOverload | Missing, function: Callable[..., object], place: Place, options: Options, ops: Ops
-) -> None:
+def _register(op: Op | Missing, function: AnyFunction, place: Place, options: Options, ops: Ops) -> None:
     if isinstance(op, Missing):
         refused[op.name] = "this torch does not have the overload"
         return
@@ -220,6 +221,9 @@ def _register(
     runtime = {a.name for a in schema.arguments if a.kind in ("tensor", "tensors", "scalar", "scalars")}
     runtime |= {now.get(n, n) for n in options.get("dynamic", ())} & parameters
     runtime -= {now.get(n, n) for n in options.get("static", ())}
+    # A number that the function does not know must be its default, which only a value that is compiled in can be seen
+    # to be.
+    runtime -= {a.name for a in schema.arguments if a.kind in ("scalar", "scalars")} - parameters
     entry = Lowering(
         op=op,
         function=function,
@@ -237,7 +241,7 @@ def _register(
         listener(entry)
 
 
-def _names(op: OpOverload) -> frozenset[str]:
+def _names(op: Op) -> frozenset[str]:
     """Return every name that an argument of ``op`` has in this torch or in any that the list knows."""
     forms = known_schemas.known_forms().get(str(op), [])
     return frozenset(name for form in [*forms, known_schemas.form_of(schema_of(op))] for name, _ in form)
@@ -252,7 +256,7 @@ def _adapted(function: Function, options: Options) -> Function:
     names = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)
-    def lowered(*args: Any, **kwargs: Any) -> object:
+    def lowered(*args: Value, **kwargs: Value) -> object:
         values = dict(zip(names, args, strict=False)) | kwargs
         arrays = {n: v for n, v in values.items() if isinstance(v, jax.Array) and n != "rng"}
         if dtypes is not None:
@@ -264,7 +268,7 @@ def _adapted(function: Function, options: Options) -> Function:
         main = named if isinstance(named, str) else next(iter(arrays))
         acc_dtype = accumulation_dtype(arrays[main].dtype)
         widened = {n: cast(a, acc_dtype) for n, a in arrays.items() if jnp.issubdtype(a.dtype, jnp.inexact)}
-        results: Any = function(**(values | widened))
+        results: Value = function(**(values | widened))
         if not isinstance(results, (tuple, list)):
             return cast(results, arrays[main].dtype)
         return tuple(
@@ -275,7 +279,7 @@ def _adapted(function: Function, options: Options) -> Function:
     return lowered  # type: ignore[return-value]
 
 
-def _check_dtypes(function: Callable[..., object], present: list[Any], admitted: Dtypes) -> None:
+def _check_dtypes(function: AnyFunction, present: list[DType], admitted: Dtypes) -> None:
     exempt = () if any(jnp.issubdtype(kind, jnp.integer) for kind in admitted) else (jnp.integer, jnp.bool_)
     main, *others = present
     others = [dtype for dtype in others if not any(jnp.issubdtype(dtype, kind) for kind in exempt)]
@@ -295,7 +299,7 @@ def _module_line() -> Place:
     return Place(frame.f_code.co_filename, frame.f_lineno)
 
 
-def place_of_function(function: Callable[..., object]) -> Place:
+def place_of_function(function: AnyFunction) -> Place:
     """Return where a function is written; what is not Python counts as written here."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return Place(__file__, 1) if code is None else Place(code.co_filename, code.co_firstlineno)

@@ -8,9 +8,9 @@ every condition holds, and the host looks it up in ``errors`` when it reads a re
         outputs = lowering(arguments)          # calls require()
     code = checks.first_failed(previous_code)  # 0, or 1 + the place in checks.errors
 
-``_device/core/plan.py``, ``_lazy/xla.py``, ``_dynamo/specialization.py`` and ``_export/trace.py`` collect. Outside of
-``collecting()`` a condition is dropped: shape inference has no program to return it from. A condition inside a loop or
-a branch is carried out of it by the code that traces the loop (``_dynamo/subgraphs.py``).
+``_device/core/plan.py`` and ``_program/evaluate.py`` collect. Outside of ``collecting()`` a condition is dropped: shape
+inference has no program to return it from. A condition inside a loop or a branch is carried out of it by the code that
+traces the loop (``_program/control_flow.py``).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The evaluator: runs a graph on JAX arrays or tracers, one call after another.
 
 Every mode that compiles a graph traces this evaluator: lazy mode and ``isthmus.jit`` (``_lazy/programs.py``),
-``torch.compile`` (``_dynamo/specialization.py``). ``run(graph, values)`` takes an array for each input of the graph and
-returns an array for each output, with the value checks that lowerings required on the way::
+``torch.compile`` (``_dynamo/specialization.py``), ``isthmus.export`` (``_export/trace.py``, where sizes may be JAX's
+dimensions); and ``control_flow.py`` for the branches and bodies inside a graph. ``run(graph, values)`` takes an array
+for each input of the graph and returns an array for each output, with the value checks that lowerings required::
 
     evaluated = run(graph, [jnp.ones(3)])
     evaluated.outputs   # [Array([1., 1., 1.])]
@@ -25,7 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +34,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from torch._ops import OpOverload
 
 from isthmus._device.core import decompose, strided
 from isthmus._device.core.buffer import wrap_strided
@@ -44,9 +44,10 @@ from isthmus._device.core.slots import store
 from isthmus._graph.arguments import flatten
 from isthmus._graph.graph import Graph, arguments_of, evaluate, fill
 from isthmus._graph.nodes import Call, Item, Node, Type
+from isthmus._graph.private import OpOverload
 from isthmus._graph.schema import PLACEMENT, schema_of
 from isthmus._ops import families  # noqa: F401  # importing it files every lowering
-from isthmus._ops.common import Number, cast
+from isthmus._ops.common import Number, cast, is_dimension
 from isthmus._ops.registry import Lowering, lowering_of
 from isthmus._ops.tensors.views import VIEWS
 from isthmus._ops.value_checks import Checks, collecting, require
@@ -76,8 +77,15 @@ class Evaluated:
     nodes: list[Node]
 
 
-def run(graph: Graph, values: Sequence[Any], differentiable: bool = False) -> Evaluated:
+def run(
+    graph: Graph,
+    values: Sequence[Any],
+    differentiable: bool = False,
+    lines: Mapping[Node, str] | None = None,
+) -> Evaluated:
     """Compute a graph; ``differentiable`` says that JAX may differentiate the result.
+
+    ``lines`` are names for nodes in what XLA says of the program, the lines of user code that they come from.
 
     A write to part of a storage keeps the bits of NaNs it does not replace, which has no derivative; where JAX may
     differentiate, plain writes are used instead.
@@ -91,7 +99,9 @@ def run(graph: Graph, values: Sequence[Any], differentiable: bool = False) -> Ev
     def call(node: Node, inputs: list[Any]) -> Any:
         assert isinstance(node.call, Call)
         try:
-            result = run_call(node.call, inputs, differentiable)
+            line = lines.get(graph.origins.get(node, node)) if lines else None
+            with jax.named_scope(line) if line else contextlib.nullcontext():
+                result = run_call(node.call, inputs, differentiable)
             _check(node.call, result, used.get(node))
         except CallFailure:
             raise
@@ -164,6 +174,10 @@ def _as_jax(value: Any, dynamic: bool = False) -> Any:
         return array_from_cpu(value)
     if dynamic and type(value) in NUMBER_DTYPES:
         return Number(jnp.asarray(np.asarray(value, NUMBER_DTYPES[type(value)])), type(value))
+    if dynamic and is_dimension(
+        value
+    ):  # in the place of a number, it is one that the exported program finds out
+        return Number(jnp.asarray(value, jnp.int64), int)
     return value
 
 
@@ -198,11 +212,17 @@ def _check(call: Call, result: Any, used: set[int] | None) -> None:
 def _check_one(call: Call, wanted: Type | None, result: Any) -> None:
     if wanted is None or not isinstance(result, (jax.Array, np.ndarray)):
         return
-    if to_torch_dtype(result.dtype) != wanted.dtype or tuple(result.shape) != wanted.size:
+    if to_torch_dtype(result.dtype) != wanted.dtype or not _same_size(result.shape, wanted.size):
         raise LoweringError(
             f"the lowering of {call.op} gave {result.dtype}{list(result.shape)} where torch gives "
             f"{wanted.dtype}{list(wanted.size)}"
         )
+
+
+def _same_size(size: Sequence[Any], wanted: Sequence[Any]) -> bool:
+    """Return whether sizes agree; of dimensions of an exported program JAX cannot always tell."""
+    known = [(a, b) for a, b in zip(size, wanted, strict=False) if isinstance(a, int) and isinstance(b, int)]
+    return len(size) == len(wanted) and all(a == b for a, b in known)
 
 
 def _on_device(call: Call, inputs: Sequence[Any]) -> Any:
@@ -259,7 +279,7 @@ def _zeros(call: Call, **arguments: Any) -> Array:
     return jnp.zeros(wanted.size, to_jax_dtype(wanted.dtype))
 
 
-def repeat_interleave(call: Call | None, repeats: Array, output_size: int | None = None) -> Array:
+def _repeat_interleave(call: Call, repeats: Array, output_size: int | None = None) -> Array:
     """Return every index as often as a tensor says, where the program knows how many that makes."""
     if output_size is None:
         raise Unsupported("how often indices are repeated depends on values")
@@ -276,6 +296,6 @@ RULES: dict[Any, Callable[..., Any]] = {
     _aten.empty.memory_format: _zeros,
     _aten.empty_permuted.default: _zeros,
     _aten.empty_strided.default: _zeros,
-    _aten.repeat_interleave.Tensor: repeat_interleave,
+    _aten.repeat_interleave.Tensor: _repeat_interleave,
 }
 """Ops that need the call itself: its types, or that a program has no uninitialised memory."""

@@ -39,13 +39,16 @@ from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import Leaf, Node, Type
 from isthmus._ops.common import Number
 from isthmus._program import evaluate
-from isthmus._runtime import compiler
+from isthmus._program.evaluate import CallFailure
+from isthmus._runtime import compiler, placement
 from isthmus._runtime.dtypes import to_jax_dtype
 from isthmus._runtime.host_arrays import from_numpy
+from isthmus._runtime.placement import Sharding
 from isthmus._runtime.traced_results import separated
 
 Array = jax.Array
 Places = int | tuple[int, ...]
+_NONE: Mapping[int, Sharding] = {}
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,18 @@ class StateLayout:
 
 
 STATELESS = StateLayout()
+NO_LINES: Mapping[Node, str] = {}
+
+
+def _alone(graph: Graph) -> Any:
+    """Return None: without groups of ``torch.distributed`` every graph is a program of this process."""
+
+
+across = _alone
+"""Returns what compiles and runs a graph over several processes, None for a graph without collectives.
+
+``_distributed/compiled_collectives.py``, which is above this folder, puts its own function here.
+"""
 
 
 class CheckedConditions(Conditions):
@@ -65,7 +80,7 @@ class CheckedConditions(Conditions):
     def __init__(self, errors: Sequence[tuple[type[Exception], str]], nodes: Sequence[Node]) -> None:
         super().__init__()
         self.errors, self.nodes = errors, nodes
-        self.lines: Mapping[Node, str] = {}
+        self.lines = NO_LINES
 
     def error(self, at: int) -> Exception:
         """Return the exception for one of the checks."""
@@ -84,6 +99,9 @@ class CompiledProgram:
         results: outputs to return after the state, in order; a tuple of outputs is one result.
         state: which leaves stay with the program.
         donate: positions in ``slots`` whose memory the results may take.
+        shardings: with a mesh, how array leaves are split, by index; those left out are at home.
+        constraints: with a mesh, how outputs must be split, by number; XLA chooses for those left out.
+        lines: with a mesh, the lines of user code that nodes come from; collectives are listed by them.
         constants: values of the offsets that are compiled in, by index; ``moving`` are the other offsets.
         differentiable: whether JAX may differentiate through the program.
         build: what compiles the traced function; for symbolic sizes it is traced and compiled later.
@@ -98,6 +116,9 @@ class CompiledProgram:
         *,
         state: StateLayout = STATELESS,
         donate: Sequence[int] = (),
+        shardings: Mapping[int, Sharding] = _NONE,
+        constraints: Mapping[int, Sharding] = _NONE,
+        lines: Mapping[Node, str] | None = None,
         constants: Mapping[int, int] | None = None,
         moving: Sequence[int] = (),
         differentiable: bool = False,
@@ -112,14 +133,19 @@ class CompiledProgram:
             results,
             state=state,
             donate=donate,
+            shardings=shardings,
+            constraints=constraints,
+            lines=lines,
             constants=constants,
             moving=moving,
             differentiable=differentiable,
+            build=build,
             options=options,
             title=title,
         )
         leaves = [n.call for n in graph.inputs if isinstance(n.call, Leaf)]
-        kinds = {at: (type.size, to_jax_dtype(type.dtype)) for at, type in arrays.items()}
+        kinds = {at: (type.size, to_jax_dtype(type.dtype), shardings.get(at)) for at, type in arrays.items()}
+        self._constraints, self._lines = constraints, lines
         self.graph, self.slots, self.results, self.state = graph, tuple(slots), tuple(results), state
         self.packing = Packing(state.pairs, kinds, state.bundled)
         self.constant_offsets, self.moving = dict(constants or {}), list(moving)
@@ -130,9 +156,16 @@ class CompiledProgram:
         count = len(self.packing)
         donated = (*range(count), *[count + at for at in self.donated])
         arrays_of, extras = separated(self._trace)
-        self.executable = build(arrays_of, self._examples(kinds), donated, options, title)
+        spread = across(graph)
+        build = build if spread is None else spread.build
+        try:
+            self.executable = build(arrays_of, self._examples(kinds), donated, options, title)
+        except CallFailure as failure:
+            # Named by the node that was recorded, not by what passes made of it.
+            raise CallFailure(graph.origins.get(failure.node, failure.node), failure.cause) from failure.cause
         self.call = self.executable.call
         self.checks = CheckedConditions(*extras[-1])
+        self.nothing_failed = self.checks.before()
 
     def _examples(self, kinds: Mapping[int, Any]) -> list[Any]:
         """Return the shape and dtype of each argument."""
@@ -140,13 +173,13 @@ class CompiledProgram:
         def example(places: Places) -> Any:
             if isinstance(places, tuple):
                 return tuple(example(place) for place in places)
-            return jax.ShapeDtypeStruct(*kinds[places])
+            return placement.example(*kinds[places])
 
         rest: list[Any] = [((n,), to_jax_dtype(dtype)) for dtype, n in self.numbers.items()]
         rest += [((len(self.moving),), np.dtype(np.int64))] if self.moving else []
         rest += [((self.draws, 4), np.dtype(np.uint32))] if self.draws else []
         rest += [((), np.dtype(np.int32))]
-        state = [jax.ShapeDtypeStruct(*kind) for kind in self.packing.examples()]
+        state = [placement.example(*kind) for kind in self.packing.examples()]
         return [*state, *map(example, self.slots), *[jax.ShapeDtypeStruct(*kind) for kind in rest]]
 
     def _trace(self, *inputs: Any) -> tuple[tuple[Any, ...], tuple[list[Any], list[Node]]]:
@@ -171,8 +204,10 @@ class CompiledProgram:
             return offsets[leaf.index] if leaf.index in offsets else self.constant_offsets[leaf.index]
 
         values = [value_of(n.call) for n in self.graph.inputs if isinstance(n.call, Leaf)]
-        run = evaluate.run(self.graph, values, self._differentiable)
-        outputs = run.outputs
+        run = evaluate.run(self.graph, values, self._differentiable, self._lines)
+        outputs = list(run.outputs)
+        for at, sharding in self._constraints.items():
+            outputs[at] = placement.constrain(outputs[at], sharding)
 
         def result(places: Places) -> Any:
             return tuple(outputs[at] for at in places) if isinstance(places, tuple) else outputs[places]
@@ -182,14 +217,30 @@ class CompiledProgram:
         # State first: XLA gives donated memory to the first result that fits it.
         return (*self.packing.pack(outputs), *map(result, self.results), *code), (run.checks.errors, origins)
 
+    @property
+    def parts(self) -> list[CompiledProgram]:
+        """What XLA compiled apart: the program itself, or each distinct stage of a ``StagedProgram``."""
+        return [self]
+
+    @property
+    def result_shardings(self) -> list[Any] | None:
+        """Return how each result is split, a tuple for one that is a tuple; None on one device."""
+        if self.executable.shardings is None:
+            return None
+        flat = iter(self.executable.shardings[len(self.packing) :])
+        return [
+            tuple([next(flat) for _ in places]) if isinstance(places, tuple) else next(flat)
+            for places in self.results
+        ]
+
     def unbundled(self) -> CompiledProgram:
         """Return the same program with every array of its state on its own."""
         return self._rebuild(replace(self.state, bundled=False))
 
     @property
     def places(self) -> dict[Places, int]:
-        """Return where each result is among those that ``call`` returns."""
-        return {places: len(self.packing) + n for n, places in enumerate(self.results)}
+        """Return where each result is among those that ``runner.run`` hands to its caller."""
+        return {places: n for n, places in enumerate(self.results)}
 
     def pack_numbers(self, numbers: Mapping[torch.dtype, list[Any]], offsets: Sequence[int]) -> list[Array]:
         """Return the arguments made of numbers, by their dtype, and of the offsets that move."""
@@ -207,16 +258,21 @@ class CompiledProgram:
             last = self._packed[dtype] = (data, from_numpy(packed))
         return last[1]
 
-    def arguments(self, arrays: list[Any], constants: list[Any], draws: Sequence[Any]) -> list[Any]:
+    def arguments(self, arrays: list[Array], constants: Sequence[Any], draws: Sequence[Any]) -> list[Any]:
         """Return the arguments of ``call`` after the state."""
-        words = [np.stack(draws)] if self.draws else []
+        words = [np.stack(draws[: self.draws])] if self.draws else []
         return [*arrays, *constants, *words, self.checks.before()]
 
-    def report(self, outputs: Sequence[Any], lines: Mapping[Node, str]) -> None:
-        """Raise for a value check that failed in a run with these outputs, now or at the next read of a value."""
+    def report(
+        self, outputs: Sequence[Any], lines: Mapping[Node, str] = NO_LINES, auto: str = "later"
+    ) -> None:
+        """Raise for a value check that failed in a run with these outputs, now or at the next read of a value.
+
+        ``lines`` has the line that recorded a node; ``auto`` is when to raise where the settings do not say.
+        """
         if self.checks.errors:
             self.checks.lines = lines
-            self.checks.settle(outputs[-1], auto="later")
+            self.checks.settle(outputs[-1], auto)
 
 
 def _pack_sizes(leaves: Sequence[Leaf]) -> dict[torch.dtype, int]:

@@ -34,6 +34,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from isthmus import _caches
 from isthmus._runtime import (
     counters,
     cpu_compile_options,
@@ -41,6 +42,7 @@ from isthmus._runtime import (
     forks,
     gpu_alloc_gaps,
     memory,
+    placement,
     private,
     progress,
 )
@@ -53,12 +55,32 @@ _lock = threading.RLock()
 
 
 class _Scope(threading.local):
-    """What the user chose for 64-bit types on this thread, while ``scoped_x64`` has them on; None outside of it."""
+    """What holds for this thread: the user's choice of 64-bit types while ``scoped_x64`` has them on, else None; and
+    whether it traces a program to be exported."""
 
     chosen: bool | None = None
+    portable: bool = False
 
 
 _scope = _Scope()
+
+
+@contextlib.contextmanager
+def portable() -> Iterator[None]:
+    """Trace a program for other machines too, on this thread and until the block ends."""
+    before, _scope.portable = _scope.portable, True
+    try:
+        yield
+    finally:
+        _scope.portable = before
+
+
+def is_portable() -> bool:
+    """Return whether the program that is traced must run elsewhere too, and for sizes that are not known yet.
+
+    Lowerings then take no kernel that only the device at hand has.
+    """
+    return _scope.portable
 
 
 @contextlib.contextmanager
@@ -86,8 +108,15 @@ def has_x64() -> bool:
 
 
 def abstract(value: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of ``value``."""
-    return jax.ShapeDtypeStruct(value.shape, value.dtype)
+    """Return shape and dtype of ``value``, and where it lies: with a mesh at home unless it is split."""
+    if isinstance(value, jax.ShapeDtypeStruct) and value.sharding is not None:
+        return value
+    if placement.home is not None:
+        return placement.example(value.shape, value.dtype, placement.sharding_of(value))
+    # An array over several processes, one device each (``_distributed/compiled_collectives.py``).
+    sharding = getattr(value, "sharding", None)
+    spread = sharding if sharding is not None and sharding.num_devices > 1 else None
+    return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=spread)
 
 
 @dataclass(frozen=True)
@@ -98,13 +127,29 @@ class Executable:
     lowered: jax.stages.Lowered
     compiled: jax.stages.Compiled
     seconds: dict[str, float]
+    shardings: tuple[placement.Sharding, ...] | None
+    """How each result is split, flat; None on one device."""
 
 
-def compile(function: Function, inputs: Sequence[Any], donate: tuple[int, ...] = ()) -> Function:
+def compile(
+    function: Function,
+    inputs: Sequence[Any],
+    donate: tuple[int, ...] = (),
+    sharding: placement.Sharding = None,
+) -> Function:
     """Compile the function of one op for inputs of these shapes; return the cheapest way to call it."""
-    return build(
-        function, inputs, donate, cpu_compile_options.options_for if platform() == "cpu" else None
-    ).call
+    return build_op(function, inputs, donate, sharding).call
+
+
+def build_op(
+    function: Function,
+    inputs: Sequence[Any],
+    donate: tuple[int, ...] = (),
+    sharding: placement.Sharding = None,
+) -> Executable:
+    """Compile the function of one op, on the CPU with no more effort than its size is worth."""
+    options = cpu_compile_options.options_for if platform() == "cpu" else None
+    return build(function, inputs, donate, options, sharding=sharding)
 
 
 def build(
@@ -113,6 +158,8 @@ def build(
     donate: tuple[int, ...] = (),
     options: Mapping[str, Any] | Callable[[jax.stages.Traced], dict[str, Any]] | None = None,
     title: str = "",
+    sharding: placement.Sharding = None,
+    cached: bool = True,
 ) -> Executable:
     """Compile ``function`` for inputs of these shapes.
 
@@ -122,17 +169,26 @@ def build(
         donate: the numbers of inputs whose memory the results may take; each is deleted by a call.
         options: options for XLA, or a function of the traced program that chooses them.
         title: what a terminal is shown if this takes over two seconds; nothing is shown without one.
+        sharding: with a mesh, how the results of a function without inputs are split; other results are split as XLA
+            likes.
+        cached: whether the executable may be loaded from and saved to ``config.cache``; one over several processes may
+            not, since it names their devices.
     """
     forks.check()  # before the lock, which a thread of the parent may have held at the fork
     clock = Clock()
     with _lock, scoped_x64(), progress.line(title), private.forgetting_callers():
-        traced = jax.jit(function, donate_argnums=donate).trace(*jax.tree.map(abstract, list(inputs)))
+        # Nothing else would tell JAX which devices a program without inputs is for.
+        place: dict[str, Any] = {}
+        if placement.home is not None and not inputs:
+            place["out_shardings"] = sharding or placement.home
+        examples = jax.tree.map(abstract, list(inputs))
+        traced = jax.jit(function, donate_argnums=donate, **place).trace(*examples)
         memory.check(traced.jaxpr.jaxpr)  # before XLA, which ends the process where a size overflows
         options = options(traced) if callable(options) else dict(options or {})
         clock.lap("trace")
         lowered = traced.lower()
         clock.lap("lower")
-        compiled = executable_cache.load(lowered, donate, options)
+        compiled = executable_cache.load(lowered, donate, options) if cached else None
         if compiled is None:
             try:
                 compiled = lowered.compile(compiler_options=options or None)
@@ -140,11 +196,15 @@ def build(
                 if memory.is_exhausted(error):
                     raise memory.exhausted(error) from error
                 raise
-            executable_cache.save(compiled, lowered, donate, options)
+            if cached:
+                executable_cache.save(compiled, lowered, donate, options)
         clock.lap("xla")
     # A load from disk is one of the compilations too; the counter "loaded from disk" says how many of them were.
     counters.count_compilation(clock.laps)
-    return Executable(private.fast_call(compiled), lowered, compiled, clock.laps)
+    call = private.fast_call(compiled)
+    if donate and platform() == "cpu":
+        call = memory.sparing_inputs(call, compiled)
+    return Executable(call, lowered, compiled, clock.laps, placement.results_of(compiled))
 
 
 # Status codes of failures that have nothing to do with the program itself, and so may not happen again.
@@ -205,4 +265,10 @@ def wait() -> None:
 @functools.cache
 def _last_program() -> tuple[Function, Array]:
     """Return the program that ``wait`` launches after all others, and its argument."""
-    return jax.jit(lambda x: x + 1), jax.device_put(np.zeros((), np.float32), default_device())
+    place = placement.home or default_device()
+    return jax.jit(lambda x: x + 1), jax.device_put(np.zeros((), np.float32), place)
+
+
+_caches.register(
+    "the program to wait for", 1, lambda: _last_program.cache_info().currsize, _last_program.cache_clear
+)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from isthmus import _caches
-from isthmus._runtime import forks
+from isthmus._runtime import forks, placement
 from isthmus._runtime.compiler import default_device, scoped_x64
 from isthmus._runtime.private import forgetting_callers
 from isthmus._runtime.user_frames import user_line
@@ -48,13 +48,16 @@ def _as_numpy(value: Any) -> np.ndarray[Any, Any]:
     return np.asarray(value, NUMBER_DTYPES[type(value)])
 
 
-def from_numpy(array: np.ndarray[Any, Any]) -> Array:
-    """Return ``array`` on the device, in memory of its own."""
+def from_numpy(array: np.ndarray[Any, Any], sharding: placement.Sharding = None) -> Array:
+    """Return ``array`` on the device, in memory of its own; with a mesh split as said, by default at home."""
     forks.check()
     # A decomposition may call this while its program is traced: the array must be a value, not a tracer.
     with scoped_x64(), jax.ensure_compile_time_eval(), forgetting_callers():
         # On the CPU platform device_put may alias the numpy memory, and the tensor that owns it can still change.
-        return jax.device_put(np.array(array, copy=True), default_device())
+        own = np.array(array, copy=True)
+        return (
+            jax.device_put(own, default_device()) if placement.home is None else placement.put(own, sharding)
+        )
 
 
 def to_numpy(value: Any) -> np.ndarray[Any, Any]:
@@ -66,4 +69,4 @@ def to_numpy(value: Any) -> np.ndarray[Any, Any]:
             f"function outside of jax.jit, grad and vmap"
         )
     forks.check()
-    return np.asarray(value)
+    return np.asarray(value) if placement.home is None else placement.gather(value)

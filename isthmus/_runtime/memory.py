@@ -8,7 +8,8 @@ op when it is first recorded (``_lazy/node_builder.py``), so that one op does no
 Sizes that the device could hold may still not fit beside the arrays it has. XLA reports that when a program runs
 (RESOURCE_EXHAUSTED). The code that runs programs (``_device/core/donation.py``, ``entry.py``) then calls ``make_room``,
 which empties the caches registered in ``on_pressure``, and runs the program once more; if that fails as well,
-``exhausted`` makes the error: torch's own type, with the largest arrays on the device.
+``exhausted`` makes the error: torch's own type, with the largest arrays on the device. On the CPU large programs that
+donate ask for free memory first (``sparing_inputs``), since there XLA would delete their inputs before it fails.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from jax.extend.core import Jaxpr, jaxprs_in_params
 # array may be computed in float64.
 _OVERFLOW = 2**60
 LARGEST = 2**63 - 1
+# A program that writes 128 MiB takes ten milliseconds; to ask how much memory is free takes 0.05.
+_LARGE = 2**27
 # How many kinds (dtype and shape) of arrays the error lists.
 _NAMED = 5
 
@@ -47,15 +50,57 @@ def total() -> int:
 
 def _machine() -> int:
     try:
-        with open("/proc/meminfo") as file:
-            kilobytes = {name: int(rest.split()[0]) for name, rest in (line.split(":", 1) for line in file)}
-        return (kilobytes["MemTotal"] + kilobytes["SwapTotal"]) * 1024
+        return _meminfo("MemTotal", "SwapTotal")
     except (OSError, KeyError, ValueError, IndexError):
         pass
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):
         return _OVERFLOW  # unknown, so only what overflows is refused
+
+
+def _meminfo(*names: str) -> int:
+    with open("/proc/meminfo") as file:
+        kilobytes = {name: int(rest.split()[0]) for name, rest in (line.split(":", 1) for line in file)}
+    return sum([kilobytes[name] for name in names]) * 1024
+
+
+def free() -> int:
+    """Return how many bytes this process may still get from a CPU's memory; where that is unknown, more than any."""
+    try:
+        import resource
+
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        with open("/proc/self/statm") as file:
+            mapped = int(file.read().split()[0]) * resource.getpagesize()
+        left = _OVERFLOW if limit == resource.RLIM_INFINITY else limit - mapped
+        return min(left, _meminfo("MemAvailable", "SwapFree"))
+    except (ImportError, OSError, KeyError, ValueError, IndexError):
+        return _OVERFLOW
+
+
+def sparing_inputs(call: Callable[..., Any], compiled: jax.stages.Compiled) -> Callable[..., Any]:
+    """Return ``call``, made to fail before it takes over its inputs where there is no memory to run in.
+
+    On the CPU XLA deletes what was donated and allocates afterwards: a program that finds no memory loses its inputs.
+    Small programs are left as they are, since to ask the system takes as long as they do.
+    """
+    stats = compiled.memory_analysis()
+    if stats is None:
+        return call
+    # Results that take over an input need no memory.
+    needed = stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    if needed < _LARGE:
+        return call
+
+    def run(*inputs: Any) -> Any:
+        if needed > free():
+            raise jax.errors.JaxRuntimeError(
+                f"RESOURCE_EXHAUSTED: a program needs {needed} bytes, and {free()} are free"
+            )
+        return call(*inputs)
+
+    return run
 
 
 def nbytes(shape: Iterable[int], dtype: Any) -> int:
@@ -123,16 +168,24 @@ def exhausted(error: BaseException) -> torch.OutOfMemoryError:
     """Return torch's error for XLA's, with what the device holds."""
     from isthmus._runtime.compiler import default_device
 
-    arrays = [array for array in jax.live_arrays() if not array.is_deleted()]
-    kinds = Counter((str(array.dtype), tuple(array.shape)) for array in arrays)
-    sizes = {kind: count * nbytes(kind[1], jax.numpy.dtype(kind[0])) for kind, count in kinds.items()}
-    largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:_NAMED]
-    lines = [f"{kinds[k]} x {k[0]}{list(k[1])}: {sizes[k]} bytes" for k in largest]
+    arrays, lines = _live(), largest_arrays()
     reason = str(error).split("\n")[0]
-    used = (default_device().memory_stats() or {}).get("bytes_in_use", sum(sizes.values()))
+    used = (default_device().memory_stats() or {}).get("bytes_in_use", sum(a.nbytes for a in arrays))
     return torch.OutOfMemoryError(
         f"device 'jax' is out of memory: {reason}\n"
         f"  in use       {used} of {total()} bytes; {len(arrays)} arrays, the largest:\n"
         + "".join(f"               {line}\n" for line in lines)
         + "  to go on     a smaller batch, torch.utils.checkpoint, or del what is not needed"
     )
+
+
+def _live() -> list[jax.Array]:
+    return [array for array in jax.live_arrays() if not array.is_deleted()]
+
+
+def largest_arrays() -> list[str]:
+    """Return a line for each of the kinds (dtype and shape) of arrays that take the most bytes together."""
+    kinds = Counter((str(array.dtype), tuple(array.shape)) for array in _live())
+    sizes = {kind: count * nbytes(kind[1], jax.numpy.dtype(kind[0])) for kind, count in kinds.items()}
+    largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:_NAMED]
+    return [f"{kinds[k]} x {k[0]}{list(k[1])}: {sizes[k]} bytes" for k in largest]

@@ -7,8 +7,8 @@ so that nothing becomes valid by side effect::
     def program(x):
         return (x + 1,), Facts(errors=["..."])
 
-    call, facts = compile_with_extra(program, [example])
-    (y,) = call(x)
+    executable, facts = compile_with_extra(program, [example])
+    (y,) = executable.call(x)
 
 ``_device/core/plan.py``, ``_lazy/node_builder.py`` and ``_program/program.py`` trace with it. A function is traced once
 per compilation, also where the executable comes from the disk, so there is always an extra result.
@@ -29,11 +29,11 @@ Function = Callable[..., Any]
 
 def compile_with_extra(
     function: Callable[..., tuple[Any, Extra]], inputs: Sequence[Any], donate: tuple[int, ...] = ()
-) -> tuple[Function, Extra]:
-    """Compile a function that returns (arrays, extra); return what runs it, which returns arrays, and the extra."""
+) -> tuple[compiler.Executable, Extra]:
+    """Compile a function that returns (arrays, extra); return the executable, which returns arrays, and the extra."""
     arrays, extras = separated(function)
-    call = compiler.compile(arrays, inputs, donate)
-    return call, extras[-1]
+    executable = compiler.build_op(arrays, inputs, donate)
+    return executable, extras[-1]
 
 
 def shapes_with_extra(function: Callable[..., tuple[Any, Extra]], inputs: Sequence[Any]) -> tuple[Any, Extra]:

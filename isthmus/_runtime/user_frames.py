@@ -12,6 +12,7 @@ traced, for ``isthmus.explain``. ``_lazy/sync_reasons.py`` and ``_lazy/captured_
 from __future__ import annotations
 
 import linecache
+import re
 import sys
 import sysconfig
 import warnings
@@ -80,6 +81,12 @@ def user_place(stack: Sequence[tuple[str, int]]) -> Place | None:
     users = [frame for frame in others if owner(frame[0]) is None]
     innermost = (users or others)[-1:]
     return Place(*innermost[0]) if innermost else None
+
+
+def place_in(trace: str) -> Place | None:
+    """Return the user's line in a stack trace as Python prints it."""
+    frames = re.findall(r'File "(.+)", line (\d+)', trace)
+    return user_place([(file, int(line)) for file, line in frames])
 
 
 def warn_user(category: type[Warning], text: str) -> None:

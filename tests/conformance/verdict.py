@@ -112,7 +112,12 @@ def chosen(samples: Iterable[Any], entry: Entry, limit: int | None) -> list[Any]
     known = expectations.find(expectations.rows, entry)
     if limit is None or known or len(made) <= limit:
         return made
-    return [made[i * len(made) // limit] for i in range(limit)]
+    return spread(made, limit)
+
+
+def spread(made: list[Any], count: int) -> list[Any]:
+    """Return some samples of many, spread evenly; none is the first, which is often trivial: one is the middle one."""
+    return [made[(2 * i + 1) * len(made) // (2 * count)] for i in range(count)]
 
 
 def judge(verdict: Verdict, record: Any) -> None:

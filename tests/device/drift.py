@@ -25,6 +25,7 @@ from typing import Any
 
 PACKAGE = Path(__file__).resolve().parents[2] / "isthmus"
 PRIVATE = (
+    "_graph/private.py",
     "_device/torch_glue/private.py",
     "_dynamo/private.py",
     "_runtime/private.py",
@@ -62,7 +63,9 @@ def names_in(tree: ast.AST) -> Iterator[str]:
 def private_names() -> list[str]:
     """Return every private name of torch and JAX that Isthmus uses at run time, methods of a name left out."""
     found = {n for file in PRIVATE for n in names_in(ast.parse((PACKAGE / file).read_text(encoding="utf-8")))}
-    return sorted(found - {"torch._ops.OpOverload"})  # a type, for annotations
+    return sorted(
+        found - {"torch._ops.OpOverload", "torch._ops.HigherOrderOperator"}
+    )  # types, for annotations
 
 
 class _Rewrite(ast.NodeTransformer):

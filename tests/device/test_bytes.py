@@ -204,6 +204,18 @@ def test_a_compiled_write_through_booleans_leaves_the_bytes_beside_it(dtype: tor
     assert on_device.tolist() == [1, 5, 3]
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_compiled_write_of_bytes_to_booleans_made_inside_keeps_them() -> None:
+    def write(data: torch.Tensor) -> tuple[Tensor, Tensor]:
+        flags = data > 3
+        flags.view(torch.uint8)[1:].fill_(5)
+        return flags.view(torch.uint8) + 0, flags & True
+
+    data = torch.tensor([7, 5, 3])
+    got, want = torch.compile(write, backend="isthmus")(data.to("jax")), write(data)
+    assert [x.tolist() for x in got] == [x.tolist() for x in want] == [[1, 5, 5], [True] * 3]
+
+
 READS: dict[str, Callable[[Tensor], Any]] = {
     "where": lambda data: torch.where(data.view(torch.bool), data, data + 1),
     "operators": lambda data: ~data.view(torch.bool) & (data > 3),

@@ -17,6 +17,7 @@ from isthmus._graph.schema import Argument, Schema, schema_of
 from isthmus._ops import known_schemas, registry
 from tests.device.drift import NAME_CHANGES, SCHEMA_CHANGES, private_names
 from tests.interpreters import forked_early
+from tests.support import in_mode
 
 ROOT = Path(__file__).parents[2]
 # Without these there is no device; `import torch` still works, and the error names what is missing.
@@ -25,22 +26,31 @@ NEEDED = {
     "torch._C.DispatchKey.AutocastPrivateUse1",
     "torch._C.DispatchKey.Meta",
     "torch._C.DispatchKey.Undefined",
+    "torch._C.DispatchKey.__members__",
     "torch._C.DispatchKey.__members__.items",
     "torch._C.DispatchKeySet",
+    # Guards: without them kernels would be called again by autocast, or lose what autograd records.
     "torch._C._AutoDispatchBelowAutograd",
+    "torch._C._ExcludeDispatchKeyGuard",
+    "torch._C._ForceDispatchKeyGuard",
+    "torch._C._dispatch_tls_local_exclude_set",
+    "torch._C._dispatch_tls_local_include_set",
     "torch._C._acc.DeviceGuard",
     "torch._C._acc.PrivateUse1Hooks",
     "torch._C._acc.create_empty_tensor",
     "torch._C._autograd.DeviceType.PrivateUse1",
     "torch._C._dispatch_has_kernel_for_dispatch_key",
     "torch._C._get_privateuse1_backend_name",
+    "torch._prims_common.ELEMENTWISE_TYPE_PROMOTION_KIND",
+    "torch._prims_common.elementwise_dtypes",
     "torch.utils.backend_registration._setup_privateuseone_for_python_backend",
 }
 QUICK = [
     ("schemas", "renamed", "1.0"),
+    ("schemas", "gone", "1.0"),
     ("private", "torch._dynamo.graph_bytecode_inputs", "another type"),
     ("private", "jax._src.core.trace_state_clean", "another signature"),
-    ("private", "torch._C._acc.create_empty_tensor", "missing"),
+    ("private", "torch._C._acc.create_empty_tensor", "another signature"),
 ]
 EVERY = [("schemas", change, share) for change in SCHEMA_CHANGES for share in ("1.0", "0.3")]
 EVERY += [("private", name, change) for name in private_names() for change in NAME_CHANGES]
@@ -150,6 +160,32 @@ def test_a_renamed_argument_that_is_known_reaches_the_lowering() -> None:
     now = known_schemas.match(schema_of(torch.ops.aten._cdist_backward.default))
     assert now is not None
     assert set(now.renamed(function)) <= {"grad_output"}
+
+
+@torch.library.custom_op("isthmus_drift::scaled", mutates_args=())
+def scaled(x: torch.Tensor, *, alpha: torch.types.Number = 1, shift: float = 0.0) -> torch.Tensor:
+    """Stand for an op whose arguments with defaults are newer than its lowering."""
+    return x * alpha + shift
+
+
+scaled.register_fake(lambda x, *, alpha=1, shift=0.0: torch.empty_like(x))
+isthmus.lowering(torch.ops.isthmus_drift.scaled.default)(lambda x: x * 1)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mode", ["eager", "lazy", "compiled"])
+def test_a_new_argument_runs_on_the_device_until_it_is_given(mode: str) -> None:
+    """Numbers too: as a run-time value none could be seen to be its default."""
+    x = torch.arange(3.0).to("jax")
+    assert in_mode(lambda: (scaled(x * 2) + 1).tolist(), mode)() == [1, 3, 5]
+    isthmus.config.fallback = "cpu"
+    for given, want in [
+        ({"alpha": -3}, [1, -5, -11]),
+        ({"alpha": 0.5}, [1, 2, 3]),
+        ({"shift": 2.0}, [3, 5, 7]),
+    ]:
+        assert in_mode(lambda given=given: (scaled(x * 2, **given) + 1).tolist(), mode)() == want
 
 
 INTERRUPTED = """

@@ -148,10 +148,10 @@ def test_the_table_is_what_differs_in_torch(when: str) -> None:
 
 def test_few_names_are_replaced_by_import_torch() -> None:
     rows = [p for p in patches.TABLE if p.when == patches.IMPORT]
-    # Only what is reached by asking for an accelerator, pinned memory, a new storage or a file of torch.jit.
-    names = {"torch.Tensor.pin_memory", "torch.UntypedStorage.__new__", "torch.jit.load"}
-    assert {str(row) for row in rows if not row.name.startswith("_accelerator_")} == names
-    assert len(rows) == 12
+    # Reached by asking for an accelerator, pinned memory, a new storage, a generator or a file of torch.jit.
+    names = {"torch.Tensor.pin_memory", "torch.UntypedStorage.__new__", "torch.jit.load", "torch.Generator"}
+    assert {str(row) for row in rows if not row.adds and not row.name.startswith("_accelerator_")} == names
+    assert len(rows) == 14
     assert all(len(row.reason.split()) > 5 for row in patches.TABLE)
 
 

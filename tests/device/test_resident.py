@@ -155,7 +155,7 @@ def test_batch_sizes_take_turns(bundles: str) -> None:
         training.both(batch=batch)
     captures = [capture for found in training.step.captures.values() for capture in found]
     assert len(captures) >= 2
-    assert all(not capture.residence.short for capture in captures)
+    assert all(not capture._residence().short for capture in captures)
     training.compare()
 
 
@@ -252,7 +252,7 @@ def test_a_failed_replay_leaves_the_state(bundles: str, monkeypatch: Any) -> Non
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(capture.program, "call", fails)
+        patch.setattr(capture.residences.program, "call", fails)
         with pytest.raises(RuntimeError, match="out of memory"):
             training.step(torch.ones(6, 4).to("jax"), torch.zeros(6, dtype=torch.long).to("jax"))
     training.both(3)

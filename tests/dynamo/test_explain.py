@@ -101,6 +101,7 @@ def test_texts_are_of_this_program(one: Explanation) -> None:
     name = one.graphs[0].name
     assert one.graph().startswith(f"# {name}\n")
     assert "torch.ops.aten.mm.default" in one.graph()
+    assert str(one.compiled[0].graph).count("aten.tanh.default(") == 2
     assert one.stablehlo().startswith(f"// {name}\n")
     assert one.stablehlo().count("stablehlo.tanh") == 2
     assert one.hlo().startswith(f"// {name}\nHloModule")
@@ -281,7 +282,7 @@ def fake(steps: tuple[Cluster | Outside, ...], **others: Any) -> Explanation:
 
 def test_what_is_not_known_is_a_dash_and_what_did_not_run_says_so() -> None:
     seconds = {"trace": 0.001, "lower": 0.02, "xla": 1.0}
-    unknown = Compiled("forward 0", seconds, None, None, None)  # type: ignore[arg-type]
+    unknown = Compiled("forward 0", seconds, None, None, None, None)  # type: ignore[arg-type]
     assert str(fake((Cluster("forward 0", {"aten.mm.default": 1}, (unknown,)),))).splitlines() == [
         "fake: 1 graph, 1 program, 0 nodes fell back, 0 graph breaks",
         "the call took 1.50 s: trace 1.0 ms, lower 20.0 ms, XLA 1.00 s, torch and the run itself 479.0 ms",

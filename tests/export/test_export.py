@@ -7,7 +7,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from jax import export as jax_export
 from torch import Tensor, nn
 
 import isthmus
@@ -325,6 +326,41 @@ def test_a_wrong_index_raises_as_in_eager(tmp_path: Path) -> None:
             program(ids)
 
 
+def lookups(table: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return F.embedding(i, table) - F.embedding(j, table)
+
+
+def test_one_tensor_as_two_examples_is_two_inputs() -> None:
+    ids = torch.tensor([1, 2])
+    program = isthmus.export(lookups, (torch.eye(3), ids, ids)).module()
+    assert torch.equal(program(torch.eye(3), ids, ids.flip(0)), lookups(torch.eye(3), ids, ids.flip(0)))
+
+
+def test_a_program_of_the_format_before_is_read(tmp_path: Path) -> None:
+    """Format 2 returned a flag for each value check, where programs now return the number of one that failed."""
+    ids, wrong = torch.tensor([1, 2]), torch.tensor([1, 9])
+    table = torch.eye(5)
+    artifact = isthmus.export(lookups, (table, ids, ids))
+    assert len(artifact.spec["conditions"]) == 2
+
+    def flags(weights: Any, inputs: Any) -> Any:
+        outputs, state, code = artifact.exported.call(weights, inputs)
+        return outputs, state, jnp.arange(1, 3) != code
+
+    args, _ = jax.tree.unflatten(artifact.exported.in_tree, artifact.exported.in_avals)
+    with jax.enable_x64(True):
+        old = jax_export.export(jax.jit(flags))(*args)
+    results = {"tuple": [*artifact.spec["results"]["tuple"][:2], {"dtype": "bool", "shape": [2]}]}
+    spec = {**artifact.spec, "format": 2, "results": results}
+    replace(artifact, exported=old, spec=spec).save(tmp_path)
+    for program, given in ((isthmus.load(tmp_path), torch.as_tensor), (loader.load(tmp_path), np.asarray)):
+        found = program(*map(given, (table, ids, ids.flip(0))))
+        np.testing.assert_array_equal(np.asarray(found), table[ids] - table[ids.flip(0)])
+        for rows in ((ids, wrong), (wrong, ids)):
+            with pytest.raises(IndexError, match="index out of range"):
+                program(*map(given, (table, *rows)))
+
+
 def test_text_for_other_compilers_and_interchange_with_jax() -> None:
     model, x = mlp(), torch.randn(2, 8)
     artifact = isthmus.export(model, x)
@@ -332,9 +368,9 @@ def test_text_for_other_compilers_and_interchange_with_jax() -> None:
     exported = artifact.module().program.exported
     assert artifact.stablehlo == exported.mlir_module()
     weights = isthmus.to_jax({name: tensor.detach() for name, tensor in model.state_dict().items()})
-    outputs, state, held = exported.call(weights, {"input": x.numpy()})
+    outputs, state, code = exported.call(weights, {"input": x.numpy()})
     np.testing.assert_allclose(outputs, model(x).detach(), rtol=1e-5, atol=1e-6)
-    assert (state, held.shape) == ({}, (0,))
+    assert (state, code) == ({}, None)
     with pytest.raises(TypeError):
         jax.grad(lambda w: exported.call(w, {"input": x.numpy()})[0].sum())(weights)
 
@@ -497,7 +533,7 @@ def test_a_newer_format_is_told(tmp_path: Path) -> None:
     isthmus.export(mlp(), torch.ones(2, 8), path=tmp_path)
     spec = json.loads((tmp_path / "program.json").read_text())
     del spec["sha256"]
-    for change in ({"format": 3}, {"convention": 10_000}):
+    for change in ({"format": 4}, {"convention": 10_000}):
         (tmp_path / "program.json").write_bytes(container._sealed({**spec, **change}))
         with pytest.raises(ExportError, match="is too new: isthmus"):
             isthmus.load(tmp_path)

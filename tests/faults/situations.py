@@ -55,6 +55,14 @@ def check_works(device: str = "jax") -> None:
     assert torch.allclose(x.grad.cpu(), torch.tensor(expected()), rtol=1e-5)
 
 
+def in_four_threads(work: Callable[[int], None]) -> None:
+    workers = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+
+
 def threads() -> None:
     """Four threads run passes at once, and every other one fails: each thread gets its own exceptions."""
     check_works()
@@ -82,11 +90,7 @@ def threads() -> None:
             if not good:
                 wrong.append((number, turn, mine, error))
 
-    workers = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    in_four_threads(work)
     assert not wrong, wrong[:5]
     check_works()
 
@@ -272,13 +276,17 @@ def modes() -> None:
 
 
 def switched_off() -> None:
-    """A torch without the private names: the process goes on, the exception is printed, and the doctor knows."""
-    from isthmus._device.torch_glue import private
+    """A torch whose engine cannot be replaced: the process goes on, the exception is printed, and the doctor knows."""
+    from isthmus._device.torch_glue import patches
 
-    def changed(key: str, value: Any) -> None:
-        raise AttributeError("module 'torch._C' has no attribute '_stash_obj_in_tls'")
+    replace = patches.replace
 
-    private.carry = changed
+    def changed(owner: str, name: str, make: Any) -> None:
+        if name == "_execution_engine":
+            raise AttributeError("type object 'Variable' has no attribute '_execution_engine'")
+        replace(owner, name, make)
+
+    patches.replace = changed
     printed = []
     sys.unraisablehook = lambda unraisable: printed.append(unraisable.exc_value)
     loss, _ = training("jax", lambda grad: divide())
@@ -287,6 +295,68 @@ def switched_off() -> None:
     assert [type(each) for each in printed] == [ZeroDivisionError]
     assert "_device.torch_glue.engine_errors._take_over" in _upstream.switched_off
     check_works()
+
+
+def without_carrying() -> None:
+    """A torch that cannot take back what it carries along (2.11): exceptions arrive all the same."""
+    from isthmus._device.torch_glue import private
+
+    def changed(key: str, value: Any) -> None:
+        raise AttributeError("module 'torch._C' has no attribute '_remove_obj_from_tls'")
+
+    private.carry = changed
+    check_works()
+    assert "_device.torch_glue.engine_errors.owners" in _upstream.switched_off
+    for own in BOTH * 3:
+        mine = Several(3, "a hook's", flag=own)
+        loss, _ = training("jax", lambda grad, mine=mine: describe_and_raise(mine))
+        with torch.autograd.set_multithreading_enabled(own):
+            assert caught(lambda loss=loss: loss().backward()) is mine
+        check_works()
+    # A pass inside a pass: the inner one's error is caught by the hook, and the outer one goes on or fails by its own.
+    for last in (None, Several(4, "the outer pass's", flag=True)):
+        inner, _ = training("jax", lambda grad: divide())
+        seen: list[Any] = []
+
+        def hook(grad: torch.Tensor, last: Any = last, inner: Any = inner, seen: list[Any] = seen) -> None:
+            with torch.enable_grad():
+                seen.append(type(caught(lambda: inner().backward())))
+            if last is not None:
+                raise last
+
+        loss, x = training("jax", hook)
+        assert caught(lambda loss=loss: loss().backward()) is last
+        assert seen == [ZeroDivisionError], seen
+        assert (x.grad is None) == (last is not None)
+    one_at_a_time = threading.Lock()
+    wrong: list[Any] = []
+
+    def work(number: int) -> None:
+        for turn in range(20):
+            mine = Several(turn, f"thread {number}", flag=True)
+            fails = one_at_a_time if turn % 2 else None
+
+            def hook(grad: torch.Tensor, mine: Any = mine, fails: Any = fails) -> None:
+                if fails is not None:
+                    raise mine
+
+            loss, _ = training("jax", hook)
+            if fails is None:
+                error, want = caught(lambda loss=loss: loss().backward()), None
+            else:
+                with fails:
+                    error, want = caught(lambda loss=loss: loss().backward()), mine
+            if error is not want:
+                wrong.append((number, turn, error))
+
+    in_four_threads(work)
+    assert not wrong, wrong[:5]
+    check_works()
+
+
+def describe_and_raise(error: BaseException) -> None:
+    """Raise an error from one more frame."""
+    raise error
 
 
 if __name__ == "__main__":

@@ -9,16 +9,10 @@ import json
 from typing import Any
 
 import pytest
-import torch
 
 from tests.faults import situations
 from tests.faults.places import EXCEPTIONS, PLACES
 from tests.interpreters import forked_early
-
-pytestmark = pytest.mark.skipif(
-    not hasattr(torch._C, "_remove_obj_from_tls"),
-    reason="this torch lacks a name that errors are kept by: they are printed, and backward() raises a SystemError",
-)
 
 
 def python(*arguments: str) -> str:
@@ -54,8 +48,9 @@ def test_every_place_was_visited(records: Any) -> None:
     assert len(EXCEPTIONS) >= 12
 
 
-# Those of one process run one after the other; ``switched_off`` must come before the first tensor.
-PROCESSES = [["threads", "tracing", "handling", "signals_in_hooks", "storm"], ["modes"], ["switched_off"]]
+# Those of one process run one after the other; the last two must come before the first tensor.
+PROCESSES = [["threads", "tracing", "handling", "signals_in_hooks", "storm"], ["modes"]]
+PROCESSES += [["switched_off"], ["without_carrying"]]
 
 
 @pytest.mark.parametrize("names", PROCESSES, ids=" ".join)

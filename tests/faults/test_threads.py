@@ -18,7 +18,14 @@ from isthmus._runtime import counters
 from tests.faults.training import Training, differences, same
 from tests.interpreters import forked_early
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("fresh_dynamo")]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.usefixtures("fresh_dynamo"),
+    pytest.mark.skipif(
+        not getattr(sys, "_is_gil_enabled", lambda: True)(),
+        reason="this Python runs without its global lock, where docs/faults.md promises nothing",
+    ),
+]
 
 
 def at_once(*functions: Callable[[], Any]) -> list[Any]:

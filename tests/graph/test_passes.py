@@ -9,9 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import isthmus
-from isthmus._graph.passes import PASSES
+from isthmus._graph.passes import CUTS, PASSES
+from isthmus._lazy import programs, recompile_warnings
+from isthmus._lazy.recompile_warnings import RecompilationWarning
+from isthmus._runtime.compiler import platform
 
 
 def cross_entropy(x: torch.Tensor) -> torch.Tensor:
@@ -40,7 +45,13 @@ PROGRAMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 RUNS = [
     (each.name, mode, way)
     for each in PASSES
-    for mode, way in (("lazy", "lazy"), ("lazy", "jit"), ("compile", "inside"), ("joint", "compile"))
+    for mode, way in (
+        ("lazy", "lazy"),
+        ("lazy", "jit"),
+        ("compile", "inside"),
+        ("joint", "compile"),
+        ("export", "export"),
+    )
     if mode in each.modes
 ]
 
@@ -84,8 +95,83 @@ def test_a_pass_changes_graphs_of_its_modes(name: str, mode: str, way: str, chan
     elif way == "inside":  # forward and backward in one graph that is not split
         both = torch.compile(torch.func.grad_and_value(function), backend="isthmus")
         grad, loss = (each.cpu() for each in both(on_device.detach()))
+    elif way == "export":  # torch.export takes gradients once they are ops of a graph
+        both = make_fx(torch.func.grad_and_value(function))(x)
+        grad, loss = isthmus.export(both, x).module()(x)
     else:
         compiled = torch.compile(function, backend="isthmus")
         loss, grad = (each.cpu() for each in gradient(compiled, on_device))
     torch.testing.assert_close((loss, grad), expected)
+    assert (mode, name) in changes()
+
+
+def repeated_blocks(device: str) -> torch.Tensor:
+    """Eight layers of sixteen calls each."""
+
+    def layers(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(8):
+            before = x
+            for _ in range(5):
+                x = torch.tanh(x @ x.t()).softmax(-1)
+            x = x + before
+        return x
+
+    x = torch.linspace(-1, 1, 16).view(4, 4).to(device)
+    return torch.compile(layers, backend="isthmus")(x) if device == "jax" else layers(x)
+
+
+def freeze(device: str) -> torch.Tensor:
+    """A weight whose inverse is needed at every call."""
+
+    class Solve(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.eye(4) * 2 + 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ torch.linalg.inv(self.weight.exp())
+
+    model, x = Solve().to(device), torch.arange(8.0).view(2, 4).to(device)
+    if device == "jax":
+        model = torch.compile(model, backend="isthmus", options={"freeze": True})  # type: ignore[assignment]
+    with torch.no_grad():
+        return model(x) + model(x)
+
+
+def split(device: str) -> torch.Tensor:
+    """A list that grows by an element a round, beside much that does not."""
+
+    def rounds() -> torch.Tensor:
+        x, grown = torch.linspace(0, 1, 4).to(device), torch.ones(1).to(device)
+        for _ in range(recompile_warnings._IN_A_ROW + 3):
+            shown = x.exp().cos().tanh().sin().neg().abs() * grown.sum()
+            grown = torch.cat([grown, shown[:1]])
+            isthmus.sync()
+        return grown
+
+    if device == "cpu":
+        return rounds()
+    with isthmus.lazy(), pytest.warns(RecompilationWarning):
+        return rounds().cpu()
+
+
+CUT_PROGRAMS = {function.__name__: function for function in (repeated_blocks, freeze, split)}
+
+
+def test_every_pass_that_cuts_has_a_program() -> None:
+    assert set(CUT_PROGRAMS) == set(CUTS)
+
+
+@pytest.mark.parametrize(("name", "mode"), [(name, mode) for name, modes in CUTS.items() for mode in modes])
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_pass_cuts_graphs_of_its_modes(
+    name: str, mode: str, changes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "repeated_blocks" and platform() != "cpu":
+        pytest.skip("blocks are compiled apart on the CPU alone")
+    for table in ("_rows", "_told", "_last", "_due"):  # lines that other tests were warned about
+        monkeypatch.setattr(recompile_warnings, table, type(getattr(recompile_warnings, table))())
+    programs._families.clear()
+    function = CUT_PROGRAMS[name]
+    torch.testing.assert_close(function("jax").cpu(), function("cpu"))
     assert (mode, name) in changes()

@@ -15,7 +15,8 @@ import isthmus
 from isthmus._device.core.buffer import buffer_of
 from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import Call, Item
-from isthmus._graph.passes.split import Stage, cut
+from isthmus._graph.passes.split import split
+from isthmus._graph.passes.stages import Stage
 from isthmus._lazy import programs, recompile_warnings
 from isthmus._lazy.recompile_warnings import RecompilationWarning
 from isthmus.errors import IsthmusError
@@ -221,7 +222,7 @@ class TestCut:
             return torch.cat([grown, y.sigmoid().sum().view(1, 1)], 1), y.sin()
 
         old, new = self.pair(call)
-        first, middle, last = cut(old, new)
+        first, middle, last = split(old, new)
         assert (names(first), names(last)) == (["sum"], ["cat"])
         assert {"mm", "sin"} <= {*names(middle)}
         together = [n for stage in (first, middle, last) for n in stage.nodes]
@@ -235,7 +236,7 @@ class TestCut:
             return (grown.sum() + apart).sqrt()
 
         old, new = self.pair(call)
-        assert [len(stage.nodes) for stage in cut(old, new)] == [1, len(new.nodes) - 1]
+        assert [len(stage.nodes) for stage in split(old, new)] == [1, len(new.nodes) - 1]
 
     def test_a_call_stays_with_all_of_its_results(self) -> None:
         def call(grown: Tensor) -> Any:
@@ -244,7 +245,7 @@ class TestCut:
             return (wide + places).abs() * grown.mean()
 
         old, new = self.pair(call)
-        stages = cut(old, new)
+        stages = split(old, new)
         for stage in stages:
             for n in stage.nodes:
                 if isinstance(n.call, Item):
@@ -258,7 +259,7 @@ class TestCut:
             return (places + joined.sum()).sin().exp().neg().tanh().abs().cos()
 
         old, new = self.pair(call)
-        stages = cut(old, new)
+        stages = split(old, new)
         assert ["cat"] in [names(stage) for stage in stages]
         (sorting,) = [stage for stage in stages if "sort" in names(stage)]
         assert [n.call for n in sorting.outputs if isinstance(n.call, Item)] == [Item(1)]
@@ -274,7 +275,7 @@ class TestCut:
             return Graph.of([*sides, unary(aten.neg.default, places), grown])
 
         old, new = graph(5), graph(6)
-        stages = cut(old, new)
+        stages = split(old, new)
         assert sorted(len(stage.nodes) for stage in stages) == [1, len(new.nodes) - 1]
 
     @pytest.mark.parametrize("case", ["much", "same", "longer", "again and again"])
@@ -292,4 +293,4 @@ class TestCut:
                 (grown if grown.shape[1] == 5 else grown.cos()).sum() + self.x.exp().cos().sin()
             ),
         }
-        assert cut(*self.pair(calls[case])) == []
+        assert split(*self.pair(calls[case])) == []

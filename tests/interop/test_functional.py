@@ -264,3 +264,32 @@ jax.tree.map(
     env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     ran = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize("x64", ["0", "1"])
+def test_torchs_derivatives_of_operands_that_vary_differently(x64: str) -> None:
+    """Ops with a derivative of torch's, of a replicated operand and one that is split over devices."""
+    code = """
+import jax, jax.numpy as jnp, numpy as np, torch
+from jax.sharding import Mesh, PartitionSpec as P
+import isthmus
+
+mesh = Mesh(np.array(jax.devices()), ("i",))
+weight, x = jnp.linspace(-1, 1, 4, dtype="float32")[None], jnp.arange(16, dtype="float32").reshape(4, 4) / 7 - 1
+for function in (
+    torch.hypot,
+    lambda a, b: torch.cdist(a, b.expand(3, 4)),
+    lambda a, b: torch.nn.functional.binary_cross_entropy_with_logits(b.expand_as(a), a.sigmoid(), reduction="none"),
+):
+    apply = isthmus.torch_function(function)
+    split = jax.shard_map(
+        lambda w, x: jax.lax.psum(apply(x, w).sum(), "i"), mesh=mesh, in_specs=(P(), P("i")), out_specs=P()
+    )
+    whole = lambda w, x: apply(x, w).sum()
+    for a, b in zip(jax.grad(split, (0, 1))(weight, x), jax.grad(whole, (0, 1))(weight, x), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+"""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+    env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": x64}
+    ran = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=240)
+    assert ran.returncode == 0, ran.stderr

@@ -187,7 +187,7 @@ def test_a_module_may_be_named_twice() -> None:
 def program(step: Any) -> Any:
     """Return the program of a step, which has been recorded once."""
     ((capture,),) = step.captures.values()
-    return capture.program.executable
+    return capture.residences.program.executable
 
 
 def test_remat_keeps_arguments_and_computes_again() -> None:

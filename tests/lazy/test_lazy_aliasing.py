@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 import isthmus
 from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import Item, Node
-from isthmus._graph.passes.split import Stage, staged
+from isthmus._graph.passes.split import staged
+from isthmus._graph.passes.stages import Stage
 from isthmus._lazy import programs as lazy_programs
 from tests.device.test_aliasing import Program, programs
 

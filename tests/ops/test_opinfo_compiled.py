@@ -13,7 +13,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 from tests.conformance import compiled
-from tests.conformance.verdict import Entry, Verdict, chosen, judge
+from tests.conformance.verdict import Entry, Verdict, chosen, judge, spread
 from tests.ops.test_opinfo import DTYPES, SPARSE, name_of
 
 CALLS: dict[str, compiled.Call] = {"compiled": compiled.forward, "compiled gradient": compiled.gradient}
@@ -44,10 +44,9 @@ def parameters() -> Iterator[Any]:
 
 
 def samples(op: OpInfo, kind: str, dtype: torch.dtype) -> list[SampleInput]:
-    """Return a few samples, spread over those torch has and none of them the first, which is often trivial."""
+    """Return a few samples, spread over those torch has."""
     made = list(op.sample_inputs("cpu", dtype, requires_grad=kind == "compiled gradient"))
-    count = min(SAMPLES[kind], len(made))
-    return [made[(2 * i + 1) * len(made) // (2 * count)] for i in range(count)]
+    return spread(made, min(SAMPLES[kind], len(made)))
 
 
 @pytest.mark.parametrize(("op", "dtype", "entry"), parameters())

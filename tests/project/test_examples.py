@@ -66,7 +66,8 @@ def check_lora_llama(found: tuple[list[float], dict[str, Any], dict[str, Any]]) 
 CHECKS: dict[str, Callable[[Any], None]] = {
     name.removeprefix("check_"): check for name, check in globals().items() if name.startswith("check_")
 }
-EXAMPLES = sorted({path.stem for path in (ROOT / "examples").glob("*.py")} - {DEMO})
+RANKS = {"ddp", "fsdp2"}  # run by several processes, in tests/distributed/test_examples.py
+EXAMPLES = sorted({path.stem for path in (ROOT / "examples").glob("*.py")} - {DEMO} - RANKS)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

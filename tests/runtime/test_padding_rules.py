@@ -2,8 +2,7 @@
 
 Every case runs for two sizes in one executable, with padding that is NaN, infinite, the largest integer, a legal index
 or True. As a negative control it runs with padded sizes in place of true ones, which must be wrong where a case reads
-across padding:
-otherwise the poison would prove nothing.
+across padding: otherwise the poison would prove nothing.
 """
 
 from __future__ import annotations

@@ -27,8 +27,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from torch._ops import OpOverload
-
 from isthmus._caches import LruCache
 from isthmus._device.checks.cpu_refusals import (
     OVERLAP,
@@ -41,6 +39,7 @@ from isthmus._device.checks.cpu_refusals import (
     tensors_of,
     warning,
 )
+from isthmus._graph.private import OpOverload
 
 __all__ = [
     "AcceptedCalls",

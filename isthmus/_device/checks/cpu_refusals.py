@@ -20,17 +20,17 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from isthmus._device.core import mode
 from isthmus._device.core.buffer import buffer_of
 from isthmus._device.core.inference import Warnings, numbers_as_tensors, recorded
 from isthmus._device.torch_glue.private import below_autograd, restride
+from isthmus._graph.private import OpOverload, storage_id
 from isthmus._graph.schema import ABSENT, schema_of
 from isthmus._runtime.user_frames import warn_user
 
@@ -153,9 +153,9 @@ def _is_sound(op: OpOverload, values: Values) -> bool:
     """Return whether the CPU can be asked about a call: the kernels of some norms do not look whether sizes fit."""
     if op in _SOFTMAX_BACKWARD:
         return bool(values[0].shape != values[1].shape or values[0].dtype != values[1].dtype)
-    if op.namespace != "aten" or not may_be_asked(op._schema.name.removeprefix("aten::")):
+    if op.namespace != "aten" or not may_be_asked(schema_of(op).name.removeprefix("aten::")):
         return False
-    name, x = op._schema.name, values[0] if values else None
+    name, x = schema_of(op).name, values[0] if values else None
     if name in _INTEGERS and isinstance(x, Tensor) and not x.is_floating_point():
         return False
     if not isinstance(x, Tensor) or "_norm" not in name:
@@ -168,8 +168,11 @@ def _is_sound(op: OpOverload, values: Values) -> bool:
     return x.dim() > 1 and all([other.numel() == x.shape[1] for other in others])
 
 
-def refusal(op: OpOverload, values: Values) -> tuple[Warnings, Exception | None]:
-    """Return the warnings and the refusal of the CPU for a call in a graph, whose tensors have no values."""
+def refusal(op: OpOverload, values: Values, about_number: bool) -> tuple[Warnings, Exception | None]:
+    """Return the warnings and the refusal of the CPU for a call in a graph, whose tensors have no values.
+
+    ``about_number`` says that a number of the call may be what is refused, whatever the tensors hold.
+    """
     make, exact = _small(op, values, _tensors(values))
     if make is None or not _is_sound(op, values):
         return [], None
@@ -179,7 +182,7 @@ def refusal(op: OpOverload, values: Values) -> tuple[Warnings, Exception | None]
     _, again = ask(op, make(values, filled=True))
     if again is None or _text(again) != _text(error):
         return [], None  # it was about values
-    return [], error if _is_certain(op, values, error, again, exact) else None
+    return [], error if about_number or _is_certain(op, values, error, again, exact) else None
 
 
 def _is_certain(op: OpOverload, values: Values, error: Exception, again: Exception, exact: bool) -> bool:
@@ -231,12 +234,14 @@ def _small(op: OpOverload | None, values: Values, tensors: list[Tensor]) -> tupl
     if op is _GROUP_NORM:
         return functools.partial(_group_norm, sizes=sizes), False
     # Some kernels believe sizes they are told in numbers, or those of gradients: others would be memory out of bounds.
-    told = any([type(value) is int and value > _KEPT for value in values])
+    # What the schema calls a Scalar is an operand and no size.
+    operands = set() if op is None else {a.position for a in schema_of(op).arguments if a.kind == "scalar"}
+    told = any([type(v) is int and v > _KEPT and at not in operands for at, v in enumerate(values)])
     lists = [item for value in values if isinstance(value, (list, tuple)) for item in value]
     unknown = any([type(item) is int and item > _KEPT and item not in sizes for item in lists])
-    if told or unknown or (op is not None and "backward" in op._schema.name):
+    if told or unknown or (op is not None and "backward" in schema_of(op).name):
         return None, False
-    return functools.partial(compact, sizes=sizes), False
+    return functools.partial(compact, sizes=sizes, operands=operands), False
 
 
 def _group_norm(values: Values, sizes: dict[int, int], filled: bool = False) -> Values:
@@ -376,7 +381,7 @@ def stand_ins(values: Values, filled: bool = False) -> Values:
 
     def make(tensor: Tensor) -> Tensor:
         nbytes, width = buffer_of(tensor).signature.nbytes, tensor.dtype.itemsize
-        place = tensor.untyped_storage()._cdata
+        place = storage_id(tensor)
         if place not in bases:
             blank = torch.zeros(nbytes, dtype=torch.uint8)
             if filled:
@@ -388,18 +393,23 @@ def stand_ins(values: Values, filled: bool = False) -> Values:
     return tuple(_replaced(value, make, {}) for value in values)
 
 
-def compact(values: Values, sizes: dict[int, int], filled: bool = False) -> Values:
-    """Return a call's arguments with CPU tensors of other sizes; what is given twice still is."""
+def compact(
+    values: Values, sizes: dict[int, int], filled: bool = False, operands: Set[int] = frozenset()
+) -> Values:
+    """Return a call's arguments with CPU tensors of other sizes; what is given twice still is.
+
+    Numbers that are a size stand for the new size, but for those at the places ``operands``.
+    """
     made: dict[Any, Tensor] = {}
     new = torch.ones if filled else torch.zeros
 
     def make(tensor: Tensor) -> Tensor:
-        place = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride())
+        place = (storage_id(tensor), tensor.storage_offset(), tensor.shape, tensor.stride())
         if (place, tensor.dtype) not in made:
             made[place, tensor.dtype] = new([sizes.get(n, n) for n in tensor.shape], dtype=tensor.dtype)
         return made[place, tensor.dtype]
 
-    return tuple(_replaced(value, make, sizes) for value in values)
+    return tuple(_replaced(v, make, {} if at in operands else sizes) for at, v in enumerate(values))
 
 
 def _replaced(value: Any, make: Callable[[Tensor], Tensor], sizes: dict[int, int]) -> Any:

@@ -9,12 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch._ops import OpOverload
 
 from isthmus._device.checks.ask_cpu import AcceptedCalls, raise_overlap_refusal, tensors_of
+from isthmus._graph.private import OpOverload, storage_id, storage_ids
 from isthmus._graph.schema import schema_of
 
 Values = tuple[Any, ...]
+# Ops that write one value everywhere.
+_ONE_VALUE = ("aten::fill_", "aten::zero_")
 _accepted = AcceptedCalls("writes to shared storages that the CPU accepts", 4096)
 
 
@@ -43,9 +45,9 @@ def _targets(op: OpOverload, values: Values) -> list[Tensor]:
 
 def _share(targets: list[Tensor], values: Values) -> bool:
     """Return whether any target has the storage of another tensor of the call."""
-    storages = [tensor.untyped_storage()._cdata for tensor in tensors_of(values)]
+    storages = storage_ids(tensors_of(values))
     return len(set(storages)) < len(storages) and any(
-        [storages.count(target.untyped_storage()._cdata) > 1 for target in targets]
+        [storages.count(storage_id(target)) > 1 for target in targets]
     )
 
 
@@ -67,23 +69,29 @@ def guarded(op: OpOverload, values: Values, plan: Callable[..., Any]) -> Callabl
 def _only_repeated(tensors: list[Tensor]) -> bool:
     """Return whether no storage is shared but by a tensor that is given twice."""
     shown = {id(tensor): tensor for tensor in tensors}.values()
-    return len({tensor.untyped_storage()._cdata for tensor in shown}) == len(shown)
+    return len({*storage_ids(shown)}) == len(shown)
 
 
 def repeats_in_lists(op: OpOverload, values: Values) -> bool:
     """Return whether a call on lists, which torch makes one by one, writes to a storage more than once."""
-    if not op._schema.name.startswith("aten::_foreach_") or op._schema.returns:
+    if not schema_of(op).name.startswith("aten::_foreach_") or schema_of(op).returns:
         return False
     targets = _targets(op, values)
-    return len({target.untyped_storage()._cdata for target in targets}) < len(targets)
+    return len({*storage_ids(targets)}) < len(targets)
+
+
+def repeats(op: OpOverload, values: Values) -> bool:
+    """Return whether a call that the CPU accepts writes different values to memory that its target shows twice.
+
+    ``x.expand(3).index_fill_(0, index, 1)`` is deprecated and defined: what was selected is written, and the rest, the
+    same memory, shows it. A functional result has both the new value and the old one for that memory.
+    """
+    return schema_of(op).name not in _ONE_VALUE and any(map(_repeats, _targets(op, values)))
 
 
 def check_aliases(op: OpOverload, values: Values) -> None:
     """Raise what torch raises where a target and another tensor of the call share part of their memory."""
-    layouts = [
-        (t.untyped_storage()._cdata, t.shape, t.stride(), t.storage_offset(), t.dtype)
-        for t in tensors_of(values)
-    ]
+    layouts = [(storage_id(t), t.shape, t.stride(), t.storage_offset(), t.dtype) for t in tensors_of(values)]
     storages = [layout[0] for layout in layouts]
     if len(set(storages)) == len(storages):
         return

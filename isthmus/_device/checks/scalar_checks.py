@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from isthmus._device.checks.ask_cpu import AcceptedCalls, raise_number_refusal
+from isthmus._graph.private import OpOverload
 from isthmus._graph.schema import Schema
 
 Suspicion = Callable[[Any, Any, Any], bool]
@@ -67,7 +67,7 @@ _SUSPICIONS |= dict.fromkeys(("value", "fill_value", "min", "max", "s"), too_lar
 
 def watched(schema: Schema) -> dict[str, Suspicion]:
     """Return the numbers of an op that torch may refuse, each with what makes it suspicious."""
-    divides = schema.op._schema.name.rstrip("_") in _DIVISIONS
+    divides = schema.name.rstrip("_") in _DIVISIONS
     numbers = [a.name for a in schema.arguments if (divides if a.name == "other" else a.kind == "scalar")]
     return {name: _SUSPICIONS[name] for name in numbers if name in _SUSPICIONS}
 

@@ -31,6 +31,7 @@ from isthmus._device.core import donation, mode
 from isthmus._device.torch_glue.private import contents, empty_tensor, restride, set_contents
 from isthmus._graph.layout import Spec, contiguous_strides, is_as_made, span, storage_shape
 from isthmus._graph.nodes import Node
+from isthmus._runtime import placement
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
 from isthmus._runtime.private import is_traced
 from isthmus.errors import IsthmusError
@@ -41,34 +42,49 @@ Array = Any
 class Signature:
     """Shape and dtype of a buffer's value and whether it is a tracer; interned, so compared by identity.
 
-    ``shrunk`` marks a storage that was made shorter: tensors may show more than it has, so its plans check each call.
-    Signatures are never dropped, since keys and guards compare them with ``is``; there are as many as distinct shapes.
+    ``sharding`` says how the value is split over a mesh: None at home (``_runtime/placement.py``). ``shrunk`` marks a
+    storage that was made shorter: tensors may show more than it has, so its plans check each call.
+    Signatures are dropped only with all that compares them with ``is``, keys and guards (``forget``); there are as many
+    as distinct shapes.
     """
 
-    __slots__ = ("dtype", "nbytes", "shape", "shrunk", "traced")
+    __slots__ = ("dtype", "nbytes", "shape", "sharding", "shrunk", "traced")
     _known: ClassVar[dict[tuple[Any, ...], Signature]] = {}
 
     def __init__(
-        self, shape: tuple[int, ...], dtype: np.dtype[Any], traced: bool, shrunk: bool = False
+        self, shape: tuple[int, ...], dtype: np.dtype[Any], traced: bool, shrunk: bool, sharding: Any
     ) -> None:
         self.shape, self.dtype, self.traced, self.shrunk = shape, dtype, traced, shrunk
+        self.sharding = sharding
         self.nbytes = math.prod(shape) * dtype.itemsize
 
     @classmethod
     def intern(
-        cls, shape: tuple[int, ...], dtype: np.dtype[Any], traced: bool = False, shrunk: bool = False
+        cls,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        traced: bool = False,
+        shrunk: bool = False,
+        sharding: Any = None,
     ) -> Signature:
         """Return the one signature with these parts."""
-        key = (shape, dtype, traced, shrunk)
+        key = (shape, dtype, traced, shrunk, sharding)
         return cls._known.get(key) or cls._known.setdefault(key, cls(*key))
 
     @classmethod
     def of(cls, value: Array) -> Signature:
         """Return the signature of ``value``."""
-        return cls.intern(tuple(value.shape), value.dtype, is_traced([value]))
+        shape, dtype = tuple(value.shape), value.dtype
+        return cls.intern(shape, dtype, is_traced([value]), False, placement.sharding_of(value))
+
+    @classmethod
+    def forget(cls) -> None:
+        """Drop all signatures, so that nothing that was compiled fits any more; every buffer must get a new one."""
+        cls._known.clear()
 
     def __repr__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}{' traced' if self.traced else ''}"
+        split = "" if self.sharding is None else f" {self.sharding}"
+        return f"{self.dtype}{list(self.shape)}{' traced' if self.traced else ''}{split}"
 
 
 class Buffer:
@@ -110,6 +126,12 @@ class Buffer:
             # A program that keeps the old array would otherwise go on with that one.
             donation.settled(self)
         self.held = value
+
+    def compute(self, value: Array) -> None:
+        """Replace the node it holds by the node's array; where XLA was to choose how it is split, it has."""
+        self.held = value
+        if self.signature.sharding is placement.OPEN:
+            self.signature = Signature.of(value)
 
     def rebind(self, value: Array) -> None:
         """Replace the contents by an array of any shape and dtype."""
@@ -179,15 +201,16 @@ def wrap_strided(
     return new_tensor(size, None if is_as_made(size, stride) else stride, dtype, buffer)
 
 
-def maker(spec: Spec, traced: bool) -> Callable[[Array], torch.Tensor]:
+def maker(spec: Spec, traced: bool, sharding: Any = None) -> Callable[[Array], torch.Tensor]:
     """Return ``wrap_strided`` for one layout, with all that depends on the layout alone computed now.
 
     Plans call it for each result of each call, so it has no call of ours inside. Tracers have signatures of their own.
+    ``sharding`` is the one that the program gives the array.
     """
     size, stride, dtype = spec.size, spec.stride, spec.dtype
     if traced:
         return lambda value: wrap_strided(value, size, stride, dtype)
-    signature = Signature.intern(storage_shape(size, stride), to_jax_dtype(dtype))
+    signature = Signature.intern(storage_shape(size, stride), to_jax_dtype(dtype), sharding=sharding)
     contiguous = is_as_made(size, stride)
 
     def make(value: Array) -> torch.Tensor:

@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import numpy as np
 import torch
-from torch._ops import OpOverload
 
 from isthmus._device.core.buffer import wrap
+from isthmus._graph.private import OpOverload, decompositions
 from isthmus._graph.schema import ABSENT, schema_of
 from isthmus._ops.common import Number
 from isthmus._runtime.dtypes import to_torch_dtype
@@ -29,9 +29,7 @@ def function_for(op: OpOverload) -> Callable[[dict[str, Any]], Any] | None:
     """Return a function of arrays that runs torch's decomposition of ``op``, or None if torch has none."""
     if schema_of(op).mutated:
         return None
-    from torch._decomp import decomposition_table
-
-    decomposition = decomposition_table.get(op)
+    decomposition = decompositions().get(op)
     return None if decomposition is None else functools.partial(_run, op, decomposition)
 
 

@@ -17,17 +17,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from torch._ops import OpOverload
 
 from isthmus._device.core.buffer import wrap
 from isthmus._device.core.decompose import to_arrays
 from isthmus._device.torch_glue.private import above_autograd
 from isthmus._graph.arguments import flatten
 from isthmus._graph.names import aten
+from isthmus._graph.private import OpOverload
 from isthmus._graph.schema import schema_of
 from isthmus._ops.common import Number, linear
 from isthmus._ops.value_checks import collecting, require
 from isthmus._runtime.dtypes import to_torch_dtype
+from isthmus._runtime.mesh_axes import varying_alike
 
 Array = Any
 Tier = Callable[[dict[str, Any]], Any]
@@ -113,7 +114,8 @@ class Call:
 
     def run(self) -> list[Array]:
         """Return the results."""
-        results, conditions = self._differentiable()(*[self.leaves[n] for n in self.array_places])
+        arrays = varying_alike([self.leaves[n] for n in self.array_places])
+        results, conditions = self._differentiable()(*arrays)
         for flag, error in zip(conditions.flags, conditions.errors, strict=True):
             require(flag, *error)
         return results

@@ -23,7 +23,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from isthmus._device.core import donation
 from isthmus._device.core.entry import make_entry
@@ -31,6 +30,7 @@ from isthmus._device.core.plan import PassingFailure, Plan, build
 from isthmus._device.core.plan_cache import Generations
 from isthmus._device.kernels.sized import SizedKernel
 from isthmus._graph.names import Missing
+from isthmus._graph.private import OpOverload
 from isthmus._graph.schema import functional_of, schema_of
 from isthmus._ops import families  # noqa: F401  # importing it files every lowering
 from isthmus._ops.registry import lowering_of

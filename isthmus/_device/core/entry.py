@@ -59,6 +59,7 @@ from isthmus._device.core import donation, generator, mode
 from isthmus._device.core.buffer import Buffer, Signature, buffer_of
 from isthmus._device.core.host_tensors import array_from_cpu
 from isthmus._graph.arguments import NUMBERS, tensors_in
+from isthmus._graph.private import address_of, storage_ids, storage_of
 from isthmus._graph.schema import ABSENT, Argument
 from isthmus._runtime import memory, private
 from isthmus._runtime.host_arrays import LARGEST, device_number
@@ -68,7 +69,7 @@ if TYPE_CHECKING:
 
 _TENSORS = frozenset({Tensor, torch.nn.Parameter})
 _STORAGE, _OFFSET, _STRIDE = Tensor.untyped_storage, Tensor.storage_offset, Tensor.stride
-_DTYPE, _SHAPE, _IDENTITY = attrgetter("dtype"), attrgetter("shape"), attrgetter("_cdata")
+_DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
 _BUFFER, _SIGNATURE, _HELD = attrgetter("_buffer"), attrgetter("signature"), attrgetter("held")
 # Types whose values are equal only where they are the same: no 0.0 and -0.0, no 1 and 1.0 and True.
 _PLAIN = ("int", "SymInt", "bool", "str", "ScalarType", "Layout", "Device", "MemoryFormat")
@@ -417,9 +418,9 @@ def alias_pattern(values: tuple[Any, ...]) -> tuple[int, ...]:
     storages: list[int] = []
     for value in values:
         if isinstance(value, Tensor):
-            storages.append(value.untyped_storage()._cdata)
+            storages.append(address_of(storage_of(value)))
         elif type(value) is list:
-            storages += map(_IDENTITY, map(_STORAGE, [item for item in value if isinstance(item, Tensor)]))
+            storages += storage_ids([item for item in value if isinstance(item, Tensor)])
     if len(storages) < 2 or len(set(storages)) == len(storages):
         return ()
     first: dict[int, int] = {}

@@ -11,13 +11,13 @@ import warnings
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from isthmus import config
 from isthmus._device.checks.ask_cpu import on_cpu
 from isthmus._device.core import mode
 from isthmus._device.core.host_tensors import write_through_cpu
 from isthmus._graph.arguments import tensors_in
+from isthmus._graph.private import OpOverload
 from isthmus._graph.schema import schema_of
 from isthmus._runtime import counters
 from isthmus.errors import MissingLowering, first_line
@@ -60,8 +60,16 @@ def run(op: OpOverload, values: tuple[Any, ...], reason: str) -> Any:
             if op is _COPY:  # the copy itself is what cannot be compiled
                 write_through_cpu(old, new)
             else:
-                old.copy_(new)
+                _shown_once(old).copy_(_shown_once(new))
     return _to_jax(result, originals)
+
+
+def _shown_once(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that was expanded without what shows the same memory again, which torch writes to nowhere."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def _to_jax(result: Any, originals: dict[int, torch.Tensor]) -> Any:

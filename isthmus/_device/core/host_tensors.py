@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from isthmus._device.torch_glue.private import contents
-from isthmus._runtime import counters, memory
+from isthmus._runtime import counters, memory, placement
 from isthmus._runtime.compiler import default_device, platform, scoped_x64
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
 from isthmus._runtime.host_arrays import from_numpy, to_numpy
@@ -24,14 +24,21 @@ _CROSSES = frozenset({
 })  # fmt: skip
 
 
-def array_from_cpu(tensor: torch.Tensor) -> Any:
-    """Return a CPU tensor's elements on the device."""
+def array_from_cpu(tensor: torch.Tensor, sharding: Any = None) -> Any:
+    """Return a CPU tensor's elements on the device, with a mesh split as said, by default at home."""
+    counters.count("bytes to device", tensor.nbytes)
+    array = numpy_from_cpu(tensor)
+    placement.note(array)
+    return from_numpy(array, sharding)
+
+
+def numpy_from_cpu(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Return a CPU tensor's elements in the dtype they have on the device; the memory may be the tensor's."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     dtype = to_jax_dtype(plain.dtype)
     if not plain.numel():
         memory.require_countable(plain.shape, dtype)  # numpy counts likewise
-    counters.count("bytes to device", plain.nbytes)
-    return from_numpy(_bytes(plain.contiguous()).view(dtype).reshape(tuple(plain.shape)))
+    return _bytes(plain.contiguous()).view(dtype).reshape(tuple(plain.shape))
 
 
 def cpu_from_array(array: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -82,7 +89,11 @@ def write_through_cpu(tensor: torch.Tensor, values: torch.Tensor) -> None:
     shown = shown_on_cpu(tensor)
     shown.copy_(values)
     whole = shown.as_strided((shown.untyped_storage().nbytes() // shown.itemsize,), (1,), 0)
-    buffer.rebind(array_from_cpu(whole.view(to_torch_dtype(array.dtype))).reshape(array.shape))
+    buffer.rebind(
+        array_from_cpu(
+            whole.view(to_torch_dtype(array.dtype)).reshape(array.shape), buffer.signature.sharding
+        )
+    )
 
 
 def copied(array: Any) -> Any:

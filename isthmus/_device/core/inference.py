@@ -5,8 +5,8 @@ raises for arguments that do not fit, so neither is written again in lowerings::
 
     infer(aten.mm.default, (x, y))     # -> (meta tensor of the result, the arguments on meta), or RuntimeError
 
-``plan.py`` asks for each new key and checks its lowering against the answer; ``kernels/ctc.py`` asks for the checks
-alone. For ``out=`` and in-place forms the arguments come back changed, which tells how torch resizes a target.
+``plan.py`` asks for each new key and checks its lowering against the answer; ``kernels/nn_forms.py`` asks for the
+checks alone. For ``out=`` and in-place forms the arguments come back changed, which tells how torch resizes a target.
 
 What can go wrong: an op without a Meta kernel (``infer`` returns None, and the lowering decides), Meta kernels that
 accept what the CPU refuses (``checks/ask_cpu.py``), and results with strides that no real kernel gives (``_dense``).
@@ -21,12 +21,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
-from torch._ops import OpOverload
 
 from isthmus._device.core.buffer import buffer_of, storage_length
 from isthmus._device.torch_glue.private import below_autograd, without_torch_function
 from isthmus._graph.arguments import NUMBERS, number_as_tensor, tensors_in
 from isthmus._graph.layout import Spec, contiguous_strides, is_dense
+from isthmus._graph.private import OpOverload
 from isthmus._graph.schema import ABSENT, schema_of
 
 META_DEVICE = torch.device("meta")

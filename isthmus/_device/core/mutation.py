@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from isthmus import config
 from isthmus._device.checks import value_checks
@@ -40,9 +39,10 @@ from isthmus._device.core.views import holds_booleans, resize_on_storage, store_
 from isthmus._device.torch_glue.private import become, restride
 from isthmus._graph.layout import Spec, is_dense, span
 from isthmus._graph.nodes import Node
+from isthmus._graph.private import OpOverload, storage_ids
 from isthmus._graph.schema import schema_of
 from isthmus._ops.common import cast
-from isthmus._runtime import memory
+from isthmus._runtime import memory, placement
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
 from isthmus._runtime.traced_results import compile_with_extra
 from isthmus.errors import LoweringError
@@ -71,7 +71,7 @@ class Mutation:
         self.op, self.locate = op, locator(op)
         targets = self.locate(values)
         self.slots = [slot for name in schema_of(op).mutated for slot in _tensor_slots(slots[name])]
-        storages = [target.untyped_storage()._cdata for target in targets]
+        storages = storage_ids(targets)
         # Targets on one storage are written one after another; each group of them is one output.
         self.groups = [storages.index(storage) for storage in storages]
         self.order = list(dict.fromkeys(self.groups))
@@ -159,6 +159,15 @@ class Mutation:
                 written[group] = slot.write(written.get(group, inputs[slot.index]), inputs, new, traced)
         return [written[group] for group in self.order]
 
+    def stay(self, written: Sequence[Any], examples: Sequence[Any]) -> list[Any]:
+        """Return written storages split as they were: else XLA might choose another way, and donation would end.
+
+        A storage that is resized is at home.
+        """
+        before = [examples[self.slots[group].index] for group in self.order]
+        same = [None if w.shape != b.shape else b.sharding for w, b in zip(written, before, strict=True)]
+        return [placement.constrain(w, sharding) for w, sharding in zip(written, same, strict=True)]
+
     def _check_cast(self, new: Any, dtype: torch.dtype) -> None:
         # Not every Meta kernel asks; raising here sends the call to the CPU, which refuses it in its words.
         computed = to_torch_dtype(new.dtype)
@@ -170,9 +179,10 @@ class Mutation:
         places = tuple(self.slots[group].index for group in self.order)
         variants = DonationVariants(builder, places, any(self.resized), inputs)
         verify = value_checks.verifier(variants.errors)
-        makers = [maker(spec, builder.traced) for spec in specs]
+        shardings = variants.shardings or [None] * len(specs)
+        makers = [maker(spec, builder.traced, s) for spec, s in zip(specs, shardings, strict=False)]
         count, order, resized, locate = len(specs), self.order, self.resized, self.locate
-        returns = len(self.op._schema.returns)
+        returns = len(schema_of(self.op).returns)
         restrided = any(resized)
         # A resized buffer has another signature; tracers have signatures of their own.
         resigned = restrided or builder.traced
@@ -269,6 +279,9 @@ class DonationVariants:
     def __init__(self, builder: Builder, donated: tuple[int, ...], resized: bool, inputs: list[Any]) -> None:
         self.builder, self.donated, self.fixed = builder, donated, resized or builder.traced
         self.calls: dict[bool, Callable[..., Any]] = {}
+        self.shardings: Sequence[placement.Sharding] | None = (
+            None  # of all results; both variants have the same
+        )
         # Both variants have the same conditions, so those of the first one are those of the plan.
         self.errors = self._add(self.donates(inputs))
 
@@ -296,14 +309,17 @@ class DonationVariants:
         if builder.traced:
             self.calls[owned] = builder.inlined()
             return []
-        call, facts = compile_with_extra(builder.program, builder.examples, self.donated if owned else ())
+        executable, facts = compile_with_extra(
+            builder.program, builder.examples, self.donated if owned else ()
+        )
         if facts.errors:
             # A program that checks values keeps its targets, so that a failed call leaves them unchanged.
             self.fixed = True
             if owned:
                 owned = False
-                call, facts = compile_with_extra(builder.program, builder.examples)
-        self.calls[owned] = call
+                executable, facts = compile_with_extra(builder.program, builder.examples)
+        self.calls[owned] = executable.call
+        self.shardings = executable.shardings
         return facts.errors
 
 

@@ -33,14 +33,15 @@ from isthmus._device.checks import ask_cpu, overlap_checks, value_checks
 from isthmus._device.core import decompose, derivatives, fallback, generator, inference
 from isthmus._device.core.buffer import Buffer, Signature, buffer_of, check_reach, maker
 from isthmus._device.core.mutation import Mutation
-from isthmus._device.core.slots import Slot, Static, contiguous_specs, fill, slot_for, store
+from isthmus._device.core.slots import Slot, Static, TensorSlot, contiguous_specs, fill, slot_for, store
 from isthmus._device.torch_glue.private import empty_tensor
 from isthmus._device.torch_glue.torch_jax import check_device
 from isthmus._graph.arguments import flatten
-from isthmus._graph.layout import Spec, is_as_made
-from isthmus._graph.schema import ABSENT
+from isthmus._graph.layout import Spec, is_as_made, storage_shape
+from isthmus._graph.private import OpOverload
+from isthmus._graph.schema import ABSENT, schema_of
 from isthmus._ops.value_checks import Checks, collecting
-from isthmus._runtime import compiler, memory
+from isthmus._runtime import compiler, memory, placement
 from isthmus._runtime.dtypes import to_jax_dtype
 from isthmus._runtime.traced_results import compile_with_extra
 from isthmus.errors import IsthmusError, LoweringError
@@ -52,6 +53,7 @@ Plan = Callable[[list[Any], tuple[Any, ...]], Any]
 Values = tuple[Any, ...]
 Tier = Callable[[dict[str, Any]], Any]
 Finish = Callable[["Builder"], Plan]
+Shardings = Sequence[placement.Sharding] | None
 
 
 def build(
@@ -86,7 +88,7 @@ def _plan_for(kernel: Kernel, inputs: list[Any], values: Values, traced: bool, f
     if overlap_checks.repeats_in_lists(kernel.op, values):
         return lambda _, values: _one_by_one(kernel, values)
     plan = overlap_checks.guarded(kernel.op, values, _choose(kernel, inputs, values, traced, finish))
-    return _counting_writes(plan) if kernel.op._schema.name.startswith("aten::_foreach_") else plan
+    return _counting_writes(plan) if schema_of(kernel.op).name.startswith("aten::_foreach_") else plan
 
 
 def _counting_writes(plan: Plan) -> Plan:
@@ -120,6 +122,8 @@ def _choose(kernel: Kernel, inputs: list[Any], values: Values, traced: bool, fin
         return _elsewhere(kernel, device)
     tier: Tier | None = kernel.lowering or decompose.function_for(kernel.functional)
     reason, passing = "nothing lowers it", False
+    if kernel.schema.mutated and not traced and overlap_checks.repeats(kernel.op, values):
+        tier, reason = None, "it writes to memory that its target shows twice"
     meta: inference.Warnings = []
     try:
         share = bool(kernel.schema.mutated)
@@ -222,7 +226,7 @@ class Builder:
 
     def _fresh_specs(self) -> list[Spec | None]:
         """Return the spec of each new tensor of the result."""
-        count = sum(r.alias_info is None for r in self.op._schema.returns)
+        count = sum(not result.is_alias for result in schema_of(self.op).returns)
         if self.mutation is not None and count == 0:
             return []
         if self.inferred:
@@ -264,8 +268,19 @@ class Builder:
             )
         fresh = [store(r, s, self.op) for r, s in zip(results, self.fresh, strict=False) if s is not None]
         written = [] if self.mutation is None else self.mutation.write(results[count:], inputs, self.traced)
+        if placement.home is not None and not self.traced:
+            if is_made_like(self.op):
+                fresh = [placement.constrain(f, self._followed()) for f in fresh]
+            written = self.mutation.stay(written, self.examples) if self.mutation is not None else []
         facts = Facts([compiler.abstract(r) if hasattr(r, "shape") else None for r in results], checks.errors)
         return (*fresh, *written, *checks.flags), facts
+
+    def _followed(self) -> placement.Sharding:
+        """Return how the result of ``full_like`` and its kind is split: as the tensor that it is made like."""
+        first = next(slot for slot in self.slots.values() if isinstance(slot, TensorSlot))
+        example, (spec,) = self.examples[first.index], self.fresh
+        same = spec is not None and example.shape == storage_shape(spec.size, spec.stride)
+        return example.sharding if same else None
 
     def inlined(self) -> Callable[..., Any]:
         """Return the program to be called on tracers; it has no conditions, since the program around it has them."""
@@ -278,16 +293,19 @@ class Builder:
             return self.mutation.plan(self, specs, inputs)
         if self.traced:
             return self._functional(self.inlined(), [])
-        call, facts = compile_with_extra(self.program, self.examples)
-        return self._functional(call, facts.errors)
+        executable, facts = compile_with_extra(self.program, self.examples)
+        return self._functional(executable.call, facts.errors, executable.shardings)
 
-    def _functional(self, call: Callable[..., Any], errors: list[value_checks.Error]) -> Plan:
+    def _functional(
+        self, call: Callable[..., Any], errors: list[value_checks.Error], shardings: Shardings = None
+    ) -> Plan:
         specs = [spec for spec in self.fresh if spec is not None]
         verify = value_checks.verifier(errors)
-        makers = [maker(spec, self.traced) for spec in specs]
+        places = shardings or [None] * len(specs)
+        makers = [maker(spec, self.traced, place) for spec, place in zip(specs, places, strict=False)]
         assemble = self.assembler()
         if len(makers) == 1 and len(self.fresh) == 1 and assemble is only and verify is None:
-            return _single(call, makers[0], specs[0], self.traced)
+            return _single(call, makers[0], specs[0], self.traced, places[0])
         if len(makers) == len(self.fresh) and assemble in (tuple, list) and verify is None:
             return lambda inputs, values: assemble(
                 [make(o) for make, o in zip(makers, call(*inputs), strict=True)]
@@ -307,9 +325,10 @@ class Builder:
         """Return the function that gives a list of results the structure torch returns."""
         result = self.result
         if not self.inferred:
-            if isinstance(self.op._schema.returns[0].type, torch.ListType):
+            returns = schema_of(self.op).returns
+            if returns[0].is_list:
                 return list  # even of one tensor
-            return only if len(self.op._schema.returns) == 1 and len(self.fresh) == 1 else tuple
+            return only if len(returns) == 1 and len(self.fresh) == 1 else tuple
         if isinstance(result, list):
             return list
         if not isinstance(result, tuple):
@@ -318,6 +337,12 @@ class Builder:
         # Only the structure is kept: lists of Nones in place of the tensors.
         shape = inference.skeleton(result)
         return (lambda tensors: inference.nest(shape, iter(tensors))) if nested else tuple
+
+
+def is_made_like(op: OpOverload) -> bool:
+    """Return whether an op makes a tensor like another and computes nothing of it: ``full_like``, ``new_ones``."""
+    name = schema_of(op).name
+    return name.endswith("_like") or name.startswith("aten::new_")
 
 
 def only(tensors: list[Any]) -> Any:
@@ -338,12 +363,14 @@ def _slots(kernel: Kernel, values: Values) -> dict[str, Slot]:
     return slots
 
 
-def _single(call: Callable[..., Any], make: Callable[[Any], Tensor], spec: Spec, traced: bool) -> Plan:
+def _single(
+    call: Callable[..., Any], make: Callable[[Any], Tensor], spec: Spec, traced: bool, sharding: Any
+) -> Plan:
     """Return the plan of an op with one result: the shortest path there is."""
     size, dtype = spec.size, spec.dtype
     if traced or not is_as_made(size, spec.stride):
         return lambda inputs, values: make(call(*inputs)[0])
-    signature = Signature.intern(size, to_jax_dtype(dtype))
+    signature = Signature.intern(size, to_jax_dtype(dtype), sharding=sharding)
 
     def run(inputs: list[Any], values: Values) -> Tensor:
         # ``make`` written out, which saves 50 ns of an op that takes 5 µs or so; most ops come here.

@@ -36,12 +36,12 @@ import jax.numpy as jnp
 from isthmus._caches import LruCache
 from isthmus._device.core import donation
 from isthmus._device.core.buffer import Buffer, Lost
-from isthmus._runtime import compiler
+from isthmus._runtime import compiler, placement
 
 T = TypeVar("T")
 Array = Any
 Shape = tuple[int, ...]
-Kind = tuple[Shape, Any]
+Kind = tuple[Shape, Any, Any]
 Pair = tuple[int, int]
 # Fewer arrays than this are not worth a bundle.
 _FEW = 4
@@ -70,7 +70,8 @@ def part(bundle: Array, shapes: Sequence[Shape]) -> list[Array]:
 class Packing:
     """How the state of a program travels: whole arrays first, then bundles of small ones.
 
-    ``pairs`` are an input and the output that takes its place, by number; ``kinds`` are shapes and dtypes of inputs.
+    ``pairs`` are an input and the output that takes its place, by number; ``kinds`` are shapes, dtypes and
+    shardings of inputs.
     """
 
     def __init__(self, pairs: Sequence[Pair], kinds: Mapping[int, Kind], together: bool = True) -> None:
@@ -84,11 +85,11 @@ class Packing:
         return len(self.whole) + len(self.bundles)
 
     def examples(self) -> list[Kind]:
-        """Return the shape and dtype of each array."""
+        """Return the shape, dtype and sharding of each array."""
         kinds = [self.kinds[index] for index, _ in self.whole]
         for bundle in self.bundles:
             size = sum(math.prod(shape) for shape in self._shapes(bundle))
-            kinds.append(((size,), self.kinds[bundle[0][0]][1]))
+            kinds.append(((size,), self.kinds[bundle[0][0]][1], None))
         return kinds
 
     def unpack(self, arrays: Iterator[Array]) -> dict[int, Array]:
@@ -102,7 +103,8 @@ class Packing:
     def pack(self, outputs: Sequence[Array]) -> list[Array]:
         """Return the arrays to keep, of all outputs."""
         whole = [outputs[index] for _, index in self.whole]
-        return [*whole, *[join([outputs[index] for _, index in bundle]) for bundle in self.bundles]]
+        bundles = [join([outputs[index] for _, index in bundle]) for bundle in self.bundles]
+        return [*whole, *[placement.constrain(bundle, None) for bundle in bundles]]
 
     def pick(self, values: Callable[[int], Any]) -> tuple[list[Any], list[list[Any]]]:
         """Return something of each input: of whole arrays, and of those in bundles."""
@@ -118,8 +120,9 @@ def _bundles(pairs: Sequence[Pair], kinds: Mapping[int, Kind]) -> list[list[Pair
     limit = _SMALL.get(compiler.platform(), _SMALL_ELSEWHERE)
     groups: dict[Any, list[Pair]] = {}
     for pair in pairs:
-        shape, dtype = kinds[pair[0]]
-        if math.prod(shape) <= limit:
+        shape, dtype, sharding = kinds[pair[0]]
+        # What is split stays on its own: parts of a bundle would travel between devices.
+        if math.prod(shape) <= limit and sharding is None:
             groups.setdefault(dtype, []).append(pair)
     return [group for group in groups.values() if len(group) >= _FEW]
 

@@ -28,7 +28,7 @@ from isthmus._device.kernels.conjugate import apply_bits, bare, is_lazy, resolve
 from isthmus._device.torch_glue.torch_jax import check_device
 from isthmus._graph.layout import is_dense, storage_order
 from isthmus._graph.names import aten as _aten
-from isthmus._runtime import counters
+from isthmus._runtime import counters, placement
 from isthmus._runtime.dtypes import to_jax_dtype
 
 _copy = kernel_for(_aten.copy_.default)
@@ -76,14 +76,39 @@ def copy_(self: Tensor, src: Tensor | complex, non_blocking: bool = False) -> Te
         with mode.reason("copy_() to another device"):
             arrived = _nearest(src, self.device)
         return self.copy_(arrived, non_blocking)
-    arrived = resolve(src) if src.device.type == "jax" else from_other(src)
+    if src.device.type == "jax":
+        arrived = resolve(src)
+    else:
+        # Elements of a whole tensor go straight to the devices that hold them: the rest has no room for all.
+        whole = src.shape == self.shape and _is_whole(self)
+        arrived = from_other(src, buffer_of(self).signature.sharding if whole else None)
     if is_lazy(self):
         _copy(bare(self), apply_bits(arrived, self))
     elif arrived is not src and _is_whole(self) and _same_kind(self, arrived) and not mode.current.capture:
-        buffer_of(self).rebind(buffer_of(arrived).held)
+        _take_over(self, arrived)
     else:
         _copy(self, arrived)
     return self
+
+
+def _take_over(self: Tensor, arrived: Tensor) -> None:
+    """Let a tensor hold the array of one that has just arrived, split as its own is."""
+    buffer, new = buffer_of(self), buffer_of(arrived)
+    sharding = buffer.signature.sharding
+    array: Any = new.held
+    buffer.rebind(array if new.signature.sharding is sharding else placement.move(array, sharding))
+
+
+def write_array(tensor: Tensor, array: Any) -> None:
+    """Make an array of as many elements the contents of a "jax" tensor; where it shows all of its storage, no copy."""
+    if tuple(array.shape) != tuple(tensor.shape):
+        array = array.reshape(tuple(tensor.shape))
+    if array.dtype != to_jax_dtype(tensor.dtype):
+        raise TypeError(f"an array of {array.dtype} cannot become the contents of a tensor of {tensor.dtype}")
+    if _is_whole(tensor) and not is_lazy(tensor) and not mode.current.capture:
+        buffer_of(tensor).bind(array)
+    else:
+        copy_(tensor.detach(), wrap(array, tensor.dtype))
 
 
 def _same_kind(self: Tensor, other: Tensor) -> bool:
@@ -95,22 +120,27 @@ def copy_from(self: Tensor, dst: Tensor, non_blocking: bool = False) -> Tensor:
     return copy_(dst, self, non_blocking)
 
 
-def from_other(tensor: Tensor) -> Tensor:
-    """Return a tensor of another device as a new "jax" tensor with the same strides if they are dense."""
-    arrived = _from_other(tensor)
+def from_other(tensor: Tensor, sharding: Any = None) -> Tensor:
+    """Return a tensor of another device as a new "jax" tensor with the same strides if they are dense.
+
+    With a mesh it is split as said if it is contiguous, else at home.
+    """
+    arrived = _from_other(tensor, sharding)
     if mode.current.capture is not None:
         mode.current.capture.note_host(
-            buffer_of(arrived).held, tensor, lambda again: buffer_of(from_other(again)).value
+            buffer_of(arrived).held, tensor, lambda again: buffer_of(from_other(again, sharding)).value
         )
     return arrived
 
 
-def _from_other(tensor: Tensor) -> Tensor:
+def _from_other(tensor: Tensor, sharding: Any) -> Tensor:
     counters.count("transfers to device")
     crossed = array_from_cuda(tensor) if tensor.device.type == "cuda" else None
     if crossed is not None:
         return wrap(crossed, tensor.dtype)
     size, stride = tuple(tensor.shape), tuple(tensor.stride())
+    if sharding is not None and tensor.is_contiguous():
+        return wrap(array_from_cpu(tensor.cpu(), sharding), tensor.dtype)
     if not is_dense(size, stride):
         return wrap(array_from_cpu(tensor.cpu()), tensor.dtype)
     array = array_from_cpu(tensor.permute(storage_order(size, stride)).cpu())

@@ -29,6 +29,7 @@ from isthmus._device.torch_glue.private import (
 from isthmus._graph.layout import contiguous_strides, span
 from isthmus._graph.names import aten as _aten
 from isthmus._graph.nodes import Node
+from isthmus._graph.private import storage_id
 from isthmus._runtime import memory
 from isthmus._runtime.dtypes import to_torch_dtype
 
@@ -91,7 +92,7 @@ def _grow(tensor: Tensor, length: int) -> None:
         raise RuntimeError(f"Storage size calculation overflowed: {length} elements of {width} bytes")
     memory.require(length * width)
     more = -(-missing * width // buffer.signature.dtype.itemsize)
-    _exchange(tensor, lambda flat: _aten.constant_pad_nd.default(flat, [0, more]))
+    _exchange(tensor, lambda flat: torch.constant_pad_nd(flat, [0, more]))
 
 
 def holds_booleans(tensor: Tensor) -> bool:
@@ -117,7 +118,7 @@ def _exchange(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> None:
         buffer.held = changed.held
     after = changed.signature
     # Of a storage that was changed shorter, others may show more than it has now.
-    buffer.signature = Signature.intern(after.shape, after.dtype, after.traced, before.shrunk)
+    buffer.signature = Signature.intern(after.shape, after.dtype, after.traced, before.shrunk, after.sharding)
 
 
 def set_tensor_(self: Tensor, source: Tensor) -> Tensor:
@@ -174,7 +175,7 @@ def has_same_storage_numel(self: Tensor, other: Tensor) -> bool:
 
 def is_set_to(self: Tensor, tensor: Tensor) -> bool:
     """Return whether two tensors show the same part of one storage in the same way."""
-    if self.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
+    if storage_id(self) != storage_id(tensor):
         return False
     return _layout(self) == _layout(tensor)
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from isthmus._device.checks import ask_cpu
+from isthmus._graph.private import OpOverload
 from isthmus._ops import requirements  # noqa: F401  # defines the op
 
 _aten = torch.ops.aten

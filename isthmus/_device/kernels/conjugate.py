@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from isthmus._device.core.dispatch import kernel_for
 from isthmus._device.torch_glue.private import has_kernel
 from isthmus._graph.names import Missing
 from isthmus._graph.names import aten as _aten
+from isthmus._graph.private import OpOverload
 from isthmus._graph.schema import schema_of
 
 _conjugate = kernel_for(_aten.conj_physical.default)
@@ -30,8 +30,8 @@ def is_lazy(value: Any) -> bool:
 
 def bare(tensor: Tensor) -> Tensor:
     """Return a view of what the storage holds, the bits left out."""
-    tensor = torch._conj(tensor) if tensor.is_conj() else tensor
-    return torch._neg_view(tensor) if tensor.is_neg() else tensor
+    tensor = torch.ops.aten._conj(tensor) if tensor.is_conj() else tensor
+    return torch.ops.aten._neg_view(tensor) if tensor.is_neg() else tensor
 
 
 def apply_bits(value: Tensor, like: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from isthmus._device.core import mode
-from isthmus._device.core.buffer import storage_length, wrap, wrap_strided
+from isthmus._device.core.buffer import Signature, buffer_of, storage_length, wrap, wrap_strided
 from isthmus._device.core.dispatch import kernel_for
 from isthmus._device.core.host_tensors import array_from_cpu
 from isthmus._device.core.plan_cache import Generations
@@ -25,7 +25,7 @@ from isthmus._device.torch_glue.private import restride
 from isthmus._device.torch_glue.torch_jax import check_device
 from isthmus._graph.layout import contiguous_strides, storage_shape
 from isthmus._ops.tensors.creation import count
-from isthmus._runtime import compiler, memory
+from isthmus._runtime import compiler, memory, placement
 from isthmus._runtime.dtypes import to_jax_dtype
 from isthmus._runtime.host_arrays import device_number
 from isthmus._runtime.private import is_tracing
@@ -36,9 +36,9 @@ _SHARED_BYTES = 1 << 16
 _shared_zeros, _zeros_programs, _count_programs = Generations(), Generations(), Generations()
 
 
-def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
+def zeros(shape: tuple[int, ...], dtype: Any, sharding: Any = None) -> Any:
     """Return an array of zeros; small ones are shared, which is safe because arrays never change."""
-    key = (shape, dtype)
+    key = (shape, dtype, sharding)
     shared = _shared_zeros.young.get(key)
     if shared is not None:
         return shared
@@ -47,7 +47,9 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
         if memory.nbytes(shape, dtype) > memory.LARGEST:
             raise RuntimeError(f"Storage size calculation overflowed with sizes={list(shape)}")
         memory.require(memory.nbytes(shape, dtype))  # before JAX counts the elements, in an int64
-        program = _zeros_programs.find(key, lambda: compiler.compile(lambda: jnp.zeros(shape, dtype), []))
+        program = _zeros_programs.find(
+            key, lambda: compiler.compile(lambda: jnp.zeros(shape, dtype), [], sharding=sharding)
+        )
     if math.prod(shape) * dtype.itemsize <= _SHARED_BYTES:
         return _shared_zeros.find(key, program)
     return program()
@@ -111,6 +113,8 @@ def new_zeros(self: Tensor, size: Any, *, dtype: Any = None, device: Any = None,
     """Return zeros, by default in the dtype of ``self``."""
     if device is not None and device.type != "jax":
         return torch.zeros(size, dtype=dtype or self.dtype, device=device)
+    if placement.home is not None:
+        return _made_like(self, tuple(size), contiguous_strides(tuple(size)), dtype or self.dtype)
     return empty(size, dtype=dtype or self.dtype, device=device)
 
 
@@ -121,11 +125,42 @@ def zeros_like(
     dtype = dtype or self.dtype
     if device is not None and device.type != "jax":
         return torch.empty_like(self, dtype=dtype, device=device, memory_format=memory_format).zero_()
-    if memory_format is None and self.is_contiguous():
+    if memory_format is None and self.is_contiguous() and placement.home is None:
         return empty(self.shape, dtype=dtype, device=device)
     shadow = torch.empty_strided(self.shape, self.stride(), device="meta")
     stride = torch.empty_like(shadow, memory_format=memory_format or torch.preserve_format).stride()
+    if placement.home is not None:
+        return _made_like(self, tuple(self.shape), stride, dtype)
     return empty_strided(self.shape, stride, dtype=dtype, device=device)
+
+
+def _made_like(self: Tensor, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return zeros that are split as the storage of ``self`` is, if they have its shape: an optimizer's state."""
+    its = buffer_of(self).signature if self.device.type == "jax" else None
+    shape, kind = storage_shape(size, stride), to_jax_dtype(dtype)
+    if its is None or its.sharding is None or its.traced or its.shape != shape:
+        return empty_strided(size, stride, dtype=dtype)
+    if not mode.current.lazy:
+        array = zeros(shape, kind, None if its.sharding is placement.OPEN else its.sharding)
+        return wrap_strided(array, size, stride, dtype)
+    made = empty_strided(size, stride, dtype=dtype)
+    buffer_of(made).signature = Signature.intern(shape, kind, sharding=its.sharding)
+    return made
+
+
+def follow_shardings() -> None:
+    """Let ``empty_like`` and ``new_empty`` be split as their tensors are; called once there is a mesh.
+
+    torch makes both of ``empty``, which costs less and does not show the tensor that the new one is like.
+    """
+    if not _following:
+        library = torch.library.Library("aten", "IMPL")
+        library.impl("empty_like", zeros_like, "PrivateUse1")
+        library.impl("new_empty", new_zeros, "PrivateUse1")
+        _following.append(library)
+
+
+_following: list[torch.library.Library] = []
 
 
 def _count(length: int, dtype: Any, start: Any, step: Any) -> Any:

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from isthmus._device.core.dispatch import kernel_for
 from isthmus._graph.names import aten as _aten
+from isthmus._graph.private import OpOverload
 from isthmus._runtime.user_frames import warn_user
 
 _MASKS = (torch.bool, torch.uint8)

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from isthmus._device.checks import ask_cpu
 from isthmus._device.core.dispatch import kernel_for
 from isthmus._graph.names import Missing, aten, overload_named
+from isthmus._graph.private import OpOverload
 from isthmus._graph.schema import schema_of
 
 
@@ -155,7 +155,7 @@ def _elsewhere(kernel: Callable[..., Any], fill: Callable[..., Any]) -> Callable
 
 
 def _randperm_out(n: int, *, generator: Any = None, out: Tensor) -> Tensor:
-    permutation = aten.randperm.generator(n, generator=generator, dtype=out.dtype, device=out.device)
+    permutation = torch.randperm(n, generator=generator, dtype=out.dtype, device=out.device)
     return out.resize_(permutation.shape).copy_(permutation)
 
 
@@ -167,7 +167,7 @@ def dropout(input: Tensor, p: float, train: bool) -> Tensor:
         return input
     if p == 1 and not _continuous(input.dtype):
         return input.mul(0)  # of integers torch can drop all, and not some
-    return aten.native_dropout.default(input, p, True)[0]  # type: ignore[no-any-return]
+    return torch.native_dropout(input, p, True)[0]
 
 
 _VALID: dict[OpOverload, Callable[..., bool]] = {

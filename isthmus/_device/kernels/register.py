@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from isthmus._device.core import transfers, views
 from isthmus._device.core.dispatch import forget, kernel_for
@@ -20,21 +19,19 @@ from isthmus._device.kernels import (
     allclose_in_backward,
     assertions,
     attention,
-    batchnorm,
     checked_composites,
-    ctc,
     factories,
     factorizations,
-    margin_losses,
     mask_indexing,
     mixed_lists,
+    nn_forms,
     random_factories,
-    rnn,
 )
 from isthmus._device.kernels.conjugate import resolving
-from isthmus._device.torch_glue import module_to
+from isthmus._device.torch_glue import module_to, streams
 from isthmus._device.torch_glue.private import has_kernel, hide_from_dynamo
 from isthmus._graph.names import Missing, overload_named
+from isthmus._graph.private import OpOverload, torch_schema
 from isthmus._graph.schema import mutating_of, schema_of
 from isthmus._ops import known_schemas
 from isthmus._ops.registry import Lowering, attempted, on_register, refused, registry
@@ -44,10 +41,9 @@ _registered: set[OpOverload] = set()
 _own = {
     **assertions.KERNELS,
     **attention.KERNELS,
-    **batchnorm.KERNELS,
     **checked_composites.KERNELS,
-    **ctc.KERNELS,
-    **rnn.KERNELS,
+    **nn_forms.KERNELS,
+    **streams.KERNELS,
     **views.KERNELS,
     **factories.KERNELS,
     **factorizations.KERNELS,
@@ -55,7 +51,6 @@ _own = {
     **module_to.KERNELS,
     **transfers.KERNELS,
     **mixed_lists.KERNELS,
-    **margin_losses.KERNELS,
     **random_factories.KERNELS,
 }
 
@@ -74,16 +69,14 @@ def _library(namespace: str) -> torch.library.Library:
 
 
 def _register(op: OpOverload, kernel: Any) -> None:
-    namespace, name = op._schema.name.split("::")
-    overload = op._schema.overload_name
+    namespace, _, name = op.name().partition("::")
     again = op in _registered
     _registered.add(op)
     hide_from_dynamo(kernel)
     with warnings.catch_warnings():
         # A lowering that replaces another replaces its kernel, which torch warns about.
         warnings.simplefilter("ignore" if again else "default")
-        full = f"{name}.{overload}" if overload else name
-        _library(namespace).impl(full, kernel, "PrivateUse1", allow_override=again)
+        _library(namespace).impl(name, kernel, "PrivateUse1", allow_override=again)
 
 
 def _loses_gradient(op: OpOverload) -> bool:
@@ -106,7 +99,7 @@ def _register_by_hand(name: str, kernel: Callable[..., Any], key: str) -> None:
     if isinstance(op, Missing):
         refused[op.name] = "this torch does not have the overload"
     elif known_schemas.match(schema_of(op)) is None:
-        refused[str(op)] = f"{op} has other arguments in this torch: {op._schema}"
+        refused[str(op)] = f"{op} has other arguments in this torch: {torch_schema(op)}"
     else:
         hide_from_dynamo(kernel)
         _library("aten").impl(name, kernel, key)

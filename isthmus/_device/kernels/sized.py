@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import numpy as np
 import torch
-from torch._ops import OpOverload
 
 from isthmus._caches import LruCache
 from isthmus._device.checks import ask_cpu, overlap_checks
@@ -20,9 +19,10 @@ from isthmus._device.core import mode
 from isthmus._device.core.buffer import wrap, wrap_strided
 from isthmus._device.core.inference import Warnings
 from isthmus._device.core.plan_cache import Generations
+from isthmus._graph.private import OpOverload
 from isthmus._graph.schema import functional_of, schema_of
 from isthmus._ops.registry import registry
-from isthmus._runtime import compiler
+from isthmus._runtime import compiler, placement
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
 from isthmus._runtime.user_frames import warn_user
 from isthmus.errors import IsthmusError
@@ -80,7 +80,7 @@ class SizedKernel:
         tensors = [self._wrapped(array) for array in results]
         if targets:
             return self._write(targets, tensors)
-        return tensors[0] if len(self.op._schema.returns) == 1 else tuple(tensors)
+        return tensors[0] if len(schema_of(self.op).returns) == 1 else tuple(tensors)
 
     def _wrapped(self, array: Any) -> torch.Tensor:
         if not self.by_columns:
@@ -89,7 +89,7 @@ class SizedKernel:
         return wrap_strided(array, (count, dims), (1, max(count, 1)), to_torch_dtype(array.dtype))
 
     def _program(self, size: Any, names: list[str], arrays: list[Any], arguments: dict[str, Any]) -> Any:
-        key = (size, *[(a.shape, a.dtype) for a in arrays], repr(arguments))
+        key = (size, *[(a.shape, a.dtype, placement.sharding_of(a)) for a in arrays], repr(arguments))
         program = self.generations.young.get(key)
         if program is not None:
             return program

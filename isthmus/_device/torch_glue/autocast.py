@@ -9,10 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from isthmus._device.torch_glue.private import without_autocast
 from isthmus._graph.arguments import tensors_in
+from isthmus._graph.private import OpOverload
+from isthmus._graph.schema import schema_of
 
 LOW_PRECISION = (
     "_convolution", "_convolution.deprecated", "conv1d", "conv2d", "conv3d", "conv_tbc",
@@ -99,7 +100,7 @@ def _casting(op: OpOverload, choose: Callable[[Any], torch.dtype]) -> Callable[.
 
 
 def _float32_unless_given(op: OpOverload) -> Callable[..., Any]:
-    index = next(i for i, a in enumerate(op._schema.arguments) if a.name == "dtype")
+    index = next(a.position for a in schema_of(op).arguments if a.name == "dtype")
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         dtype = kwargs.get("dtype") or (args[index] if index < len(args) else None)

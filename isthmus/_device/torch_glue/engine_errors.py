@@ -10,9 +10,10 @@ pending error away, and ``run_backward`` of torch's engine, the one place that e
 - **The guard** (``Guarding``). All of ``type_`` is a chain of C iterators. A Python function would do until it is
   traced: a debugger's trace function is called at its entry, while the error is pending. Outside of backward passes,
   where no error can be pending, ``type_`` is an iterator that only answers.
-- **Which pass an error belongs to.** Autograd's one thread for the device works for all passes of all threads.
-  ``run_backward`` puts a list into torch's thread-local state, which torch carries to each thread that works for the
-  pass; passes inside passes have lists of their own. Nothing else holds the list: an error not raised goes with it.
+- **Which pass an error belongs to** (``Owners``). Autograd's one thread for the device works for all passes of all
+  threads. ``run_backward`` puts a list into torch's thread-local state, which torch carries to each thread that works
+  for the pass; passes inside passes have lists of their own. Nothing else holds the list: an error not raised goes
+  with it. torch 2.11 cannot take such a list back, and there errors are told apart by thread (``OwnersByThread``).
 - **Ctrl-C** (``Signals``). pybind11 lets Python handle signals when it calls the guard, where C++ allows no exception.
   A signal that arrives while C++ runs a pass on the main thread is therefore handled when the pass has ended.
 
@@ -34,7 +35,7 @@ from types import FrameType
 from typing import Any
 
 from isthmus._device.torch_glue import patches, private
-from isthmus._upstream import optional
+from isthmus._upstream import choose, optional
 
 _OWNER, _NAME = "torch.autograd.variable.Variable", "_execution_engine"
 _KEY = "isthmus: errors of this backward"
@@ -88,6 +89,88 @@ class _Answers(dict[Any, Any]):
         return self.answer
 
 
+Errors = list[BaseException]
+
+
+class Owners:
+    """Which pass an error belongs to: torch carries the list of a pass to every thread that works for it."""
+
+    def begin(self, errors: Errors) -> Errors | None:
+        """Begin a pass on this thread, with a list for its errors; return that of the pass around it."""
+        around: Errors | None = private.carried(_KEY)
+        private.carry(_KEY, errors)
+        return around
+
+    def end(self, around: Errors | None) -> None:
+        """End the pass that was begun inside ``around``."""
+        private.carry(_KEY, around)
+
+    def current(self) -> Errors | None:
+        """Return the list of the pass that this thread works for."""
+        return private.carried(_KEY)  # type: ignore[no-any-return]
+
+    def claimed(self, errors: Errors) -> Errors:
+        """Return the errors of a pass that failed, given its list."""
+        return errors
+
+
+class OwnersByThread(Owners):
+    """The same by threads, where torch cannot carry a list: autograd's own threads share one.
+
+    A pass that failed and finds nothing in its list takes the oldest error of the shared one. So only passes of several
+    threads that fail at the same time may raise each other's errors.
+    """
+
+    def __init__(self) -> None:
+        self.local, self.lock = threading.local(), threading.RLock()
+        self.shared: Errors = []
+        self.running = 0
+
+    def begin(self, errors: Errors) -> Errors | None:
+        """Begin a pass on this thread."""
+        around: Errors | None = getattr(self.local, "errors", None)
+        with self.lock:
+            self.running += 1
+        self.local.errors = errors
+        return around
+
+    def end(self, around: Errors | None) -> None:
+        """End a pass; with the last one what no pass has taken is dropped."""
+        self.local.errors = around
+        with self.lock:
+            self.running -= 1
+            if not self.running:
+                self.shared.clear()
+
+    def current(self) -> Errors | None:
+        """Return the list of the pass that this thread began, else the shared one while any pass runs."""
+        own: Errors | None = getattr(self.local, "errors", None)
+        return self.shared if own is None and self.running else own
+
+    def claimed(self, errors: Errors) -> Errors:
+        """Return the errors of a pass that failed."""
+        with self.lock:
+            return errors or [self.shared.pop(0) for _ in self.shared[:1]]
+
+
+def _carrying() -> Owners:
+    errors: Errors = []
+    private.carry(_KEY, errors)
+    if private.carried(_KEY) is not errors:
+        raise TypeError("torch does not keep an object in its thread-local state")
+    private.carry(_KEY, None)
+    return Owners()
+
+
+_by_thread: Owners = OwnersByThread()
+owners = choose(
+    "_device.torch_glue.engine_errors.owners",
+    "backward passes of several threads that fail at the same time may raise each other's exceptions",
+    _carrying,
+    _by_thread,
+)
+
+
 class _Unclaimed:
     """An error of a pass that ``run_backward`` did not begin: Python prints it, as it does those in ``__del__``."""
 
@@ -102,7 +185,7 @@ def _keep(error: BaseException) -> None:
     """Keep an error for the pass that this thread works for, with the traceback it had before this module raised it."""
     traceback = error.__traceback__
     error.__traceback__ = traceback and traceback.tb_next
-    errors = private.carried(_KEY)
+    errors = owners.current()
     if errors is None:
         _Unclaimed(error)
     else:
@@ -126,9 +209,8 @@ class Guarding:
 
     def run(self, theirs: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one backward pass; an error that the guard took from it is raised where torch would have raised it."""
-        around = private.carried(_KEY)
-        errors: list[BaseException] = []
-        private.carry(_KEY, errors)
+        errors: Errors = []
+        around = owners.begin(errors)
         with self.lock:
             self.passes += 1
             self.attributes["type_"] = self.taking
@@ -139,6 +221,7 @@ class Guarding:
             return result
         except SystemError:
             # What Python makes of a function that fails without an error: "returned NULL without setting an exception".
+            errors = owners.claimed(errors)
             if not errors:
                 raise
         finally:
@@ -147,7 +230,7 @@ class Guarding:
                 # Where a pass failed on one thread, another may still run one of its hooks, which may raise, too.
                 if ended and not self.passes:
                     self.attributes["type_"] = self.quick
-            private.carry(_KEY, around)
+            owners.end(around)
         error = errors[-1]
         errors.clear()
         context = error.__context__
@@ -244,11 +327,6 @@ def _take_over(guarding: Guarding) -> None:
     """Take the place of the engine that torch enters for every backward pass; a second call does nothing."""
     if not callable(getattr(patches.found(_OWNER), _NAME).run_backward):
         raise TypeError(f"{_OWNER}.{_NAME}.run_backward cannot be called")
-    errors: list[BaseException] = []
-    private.carry(_KEY, errors)
-    if private.carried(_KEY) is not errors:
-        raise TypeError("torch does not keep an object in its thread-local state")
-    private.carry(_KEY, None)
     patches.replace(_OWNER, _NAME, functools.partial(_engine, guarding))
 
 
@@ -276,6 +354,7 @@ def _engine(guarding: Guarding, theirs: Any) -> Any:
         _is_ours,
     ]
     functions += [_Answers.__missing__, _keep, private.carry, private.carried]
+    functions += [owners.begin, owners.end, owners.current, owners.claimed]
     for function in functions:
         private.hide_from_dynamo(function)
     return Engine()

@@ -7,7 +7,8 @@ it refuses what has no row here. The modules that know the replacement call it:
 
 People who only have Isthmus installed get the rows ``IMPORT`` and no others; those are names that torch itself reaches
 without a tensor of the device, and each either fails or ends the process without its row. The rest waits for the first
-tensor on "jax" (``TENSOR``), the first graph of the backend (``COMPILE``), or a call (``CALL``, taken back at its end).
+tensor on "jax" (``TENSOR``), the first graph of the backend (``COMPILE``), the first process group (``GROUP``), or a
+call (``CALL``, taken back at its end).
 
 A name that this torch does not have is skipped, and what its reason says is then not so, and nothing else. ``skipped``
 keeps these for ``isthmus doctor``, unless the row is ``optional``: not every supported version has that name.
@@ -26,6 +27,7 @@ from typing import Any
 IMPORT = "import"
 TENSOR = "tensor"
 COMPILE = "compile"
+GROUP = "group"
 CALL = "call"
 
 
@@ -82,6 +84,22 @@ TABLE: tuple[Patch, ...] = (
         "__new__",
         IMPORT,
         "torch.UntypedStorage(8, device='jax') reads through a null pointer and ends the process; torch.load gets here",
+    ),
+    Patch(
+        "torch",
+        "Generator",
+        IMPORT,
+        "torch.Generator(device='jax') asks C++ for a generator that Python cannot provide, and may be the first use "
+        "of the device",
+    ),
+    Patch(
+        "torch._library.opaque_object",
+        "_OPAQUE_TYPES",
+        IMPORT,
+        "Dynamo treats a generator of the device as one of torch's own",
+        optional=True,
+        adds=True,
+        versions="torch 2.13 and later",
     ),
     Patch(
         "torch.jit",
@@ -151,6 +169,12 @@ TABLE: tuple[Patch, ...] = (
         adds=True,
     ),
     Patch(
+        "torch._TorchCompileInductorWrapper",
+        "__call__",
+        TENSOR,
+        "torch.compile(model) names no backend, and TorchInductor has no code generator for the device",
+    ),
+    Patch(
         "torch._dynamo.variables.optimizer.OptimizerVariable",
         "_set_capturable",
         COMPILE,
@@ -186,6 +210,15 @@ TABLE: tuple[Patch, ...] = (
         "_COMPILER_FNS",
         COMPILE,
         "threads that look this backend up at once each register it, and torch refuses all but the first",
+    ),
+    *(
+        Patch(
+            "torch.nn.parallel.distributed.DistributedDataParallel",
+            name,
+            GROUP,
+            "torch's reducer notes unused parameters in pinned memory, for which a device in Python has no allocator",
+        )
+        for name in ("_ddp_init_helper", "_set_static_graph", "_post_forward")
     ),
     Patch(
         "torch.autograd.Function",
@@ -290,7 +323,13 @@ def applied(when: str | None = None) -> list[Patch]:
 
 def report() -> list[str]:
     """Return lines for people: how many patches are in force since when, and each that was skipped, with the reason."""
-    since = {IMPORT: "import torch", TENSOR: "the first tensor", COMPILE: "the first graph", CALL: "a call"}
+    since = {
+        IMPORT: "import torch",
+        TENSOR: "the first tensor",
+        COMPILE: "the first graph",
+        GROUP: "a process group",
+        CALL: "a call",
+    }
     counts = [f"{len(applied(when))} since {name}" for when, name in since.items() if applied(when)]
     lines = [", ".join(counts) or "none"]
     lines += [f"skipped {patch}: {error} ({patch.reason})" for patch, error in skipped.items()]

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from isthmus._device.torch_glue import patches
+from isthmus._graph.private import OpOverload
 from isthmus._upstream import choose, optional
 
 # The Meta kernels of view ops build a tensor on the storage they are given, whatever its device.
@@ -24,6 +24,8 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  #
 _UNDEFINED = torch._C.DispatchKey.Undefined
 _AUTOCASTS = [key for name, key in torch._C.DispatchKey.__members__.items() if name.startswith("Autocast")]
 empty_tensor = torch._C._acc.create_empty_tensor
+PRIVATE_USE_1 = int(torch._C._autograd.DeviceType.PrivateUse1)  # type: ignore[call-overload]
+Generator = torch._C.Generator  # ``torch.Generator`` is replaced (generators.py)
 
 
 def contents(storage: Any) -> Any:
@@ -157,6 +159,11 @@ def carried(key: str) -> Any:
     return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
 
 
+def work_of_future(future: torch.futures.Future[Any]) -> Any:
+    """Return the work of torch.distributed that ends with a future, for C++ as well."""
+    return torch._C._distributed_c10d._create_work_from_future(future)  # type: ignore[attr-defined]
+
+
 @optional("signals are taken to interrupt autograd's threads", lambda: True)
 def runs_backward_here() -> bool:
     """Return whether the thread that calls backward runs it, rather than a thread of autograd's."""
@@ -229,6 +236,17 @@ def _flex_attention_autocast(*args: Any) -> Any:
     queries_keys_values = [x.to(dtype) if x.dtype in castable else x for x in args[:3]]
     with without_autocast():
         return flex_attention(*queries_keys_values, *args[3:])
+
+
+def trace_as_objects(cls: type) -> None:
+    """Let Dynamo break a graph at methods and draws of a generator of this class, as at those of torch's own class.
+
+    torch 2.13 has torch's generators opaque to ``make_fx``, and Dynamo excepts exactly their class from that; a
+    subclass would reach fake kernels as a wrapper that these refuse.
+    """
+    opaque = getattr(getattr(torch, "_library", None), "opaque_object", None)
+    if isinstance(getattr(opaque, "_OPAQUE_TYPES", None), MutableMapping):
+        opaque._OPAQUE_TYPES[cls] = None  # type: ignore[union-attr]  # read as "not opaque" before its bases are asked
 
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from _isthmus_autoload import make_room, rival
+from _isthmus_autoload import create_process_group, make_room, rival
 from isthmus._device.torch_glue import patches, private
 from isthmus._upstream import DRIFT, not_available, require_jax, warn_if_unchecked
 from isthmus.errors import RegistrationError
@@ -48,7 +48,7 @@ def register() -> None:
             return
         _check_first()
         _state["with torch"] = getattr(torch.__spec__, "_initializing", False)
-        from isthmus._device.torch_glue import autocast, scripted, storage_patches, torch_jax
+        from isthmus._device.torch_glue import autocast, generators, scripted, storage_patches, torch_jax
 
         _state["guard"] = _Guard()
         make_room()
@@ -61,8 +61,13 @@ def register() -> None:
         private.hide_from_dynamo(_Guard.type_)
         _state["pass autocast"] = autocast.allow()
         storage_patches.install_on_import()
+        generators.install()
+        # As on the CPU: float16 would need a gradient scaler. torch keeps the default per thread, so threads started
+        # by the user have torch's own, float16.
+        torch.set_autocast_dtype("jax", torch.bfloat16)
         scripted.install_loading()
         _serve_accelerator()
+        _serve_process_groups()
         _warn_of_rival()
 
 
@@ -126,6 +131,7 @@ def load() -> None:
             from isthmus._device.kernels import register  # noqa: F401
             from isthmus._device.torch_glue import (
                 autocast,
+                default_backend,
                 engine_errors,
                 processes,
                 scripted,
@@ -133,10 +139,12 @@ def load() -> None:
             )
             from isthmus._runtime import forks
 
+            _try_device()
             forks.watch()
             engine_errors.install(_state["guard"], _TYPE)
             processes.install()
             storage_patches.install()
+            default_backend.install()
             scripted.install_saving()
             private.allow_flex_attention()
             library = autocast.install()
@@ -147,6 +155,14 @@ def load() -> None:
             raise
         _state["autocast"] = library  # last: it says that all is there
         warn_if_unchecked()
+
+
+def _try_device() -> None:
+    """Make a tensor and look at the device's type, so that a torch which changed either says so here, in one place."""
+    if private.empty_tensor((1,), torch.float32).device.type != "jax":
+        raise TypeError("torch._C._acc.create_empty_tensor makes tensors of another device")
+    if type(_TYPE).__name__ != "DeviceType":
+        raise TypeError("torch._C._autograd.DeviceType.PrivateUse1 is not what it was")
 
 
 def _unload(before: set[str]) -> None:
@@ -205,21 +221,28 @@ def _backward_reaches_device() -> bool:
 
 def _serve_accelerator() -> None:
     """Answer what ``torch.accelerator`` asks C++ for, where a device in Python has nothing to register."""
-    from isthmus._device.torch_glue import torch_jax
+    from isthmus._device.torch_glue import device_memory, torch_jax
 
     for name, ours in {
         # False lets torch answer by itself that nothing is allocated, without loading JAX.
         "_accelerator_isAllocatorInitialized": lambda: "isthmus._device.kernels.register" in sys.modules,
-        "_accelerator_emptyCache": torch_jax.empty_cache,
-        "_accelerator_emptyHostCache": torch_jax.empty_host_cache,
-        "_accelerator_getDeviceStats": torch_jax.memory_stats,
-        "_accelerator_resetAccumulatedStats": torch_jax.reset_accumulated_memory_stats,
-        "_accelerator_resetPeakStats": torch_jax.reset_peak_memory_stats,
-        "_accelerator_getMemoryInfo": torch_jax.get_memory_info,
+        "_accelerator_emptyCache": device_memory.empty_cache,
+        "_accelerator_emptyHostCache": device_memory.empty_host_cache,
+        "_accelerator_getDeviceStats": device_memory.memory_stats,
+        "_accelerator_resetAccumulatedStats": device_memory.reset_accumulated_memory_stats,
+        "_accelerator_resetPeakStats": device_memory.reset_peak_memory_stats,
+        "_accelerator_getMemoryInfo": device_memory.get_memory_info,
         "_accelerator_getDeviceCapability": torch_jax.get_device_capability,
         "_accelerator_synchronizeDevice": torch_jax.synchronize,
     }.items():
         patches.replace("torch._C", name, functools.partial(_instead, ours))
+
+
+def _serve_process_groups() -> None:
+    """Let ``init_process_group()`` find a backend for the device; the group itself is loaded when one is made."""
+    if torch.distributed.is_available():
+        backends = torch.distributed.Backend
+        backends.register_backend("jax", create_process_group, extended_api=True, devices=["jax", "cpu"])
 
 
 def _instead(ours: Any, theirs: Any) -> Any:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from isthmus._device.torch_glue import patches
 from isthmus._device.torch_glue.private import scripted_tensors
+from isthmus._graph.private import storage_id
 from isthmus._runtime import files
 
 
@@ -102,7 +103,7 @@ def _on_cpu(module: Any) -> Iterator[None]:
     copies: dict[Any, Tensor] = {}
     try:
         for owner, name, tensor in before:
-            key = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride())
+            key = (storage_id(tensor), tensor.storage_offset(), tensor.shape, tensor.stride())
             if key not in copies:
                 copies[key] = _moved(tensor, torch.device("cpu"))
             owner.setattr(name, copies[key])

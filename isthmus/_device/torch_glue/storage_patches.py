@@ -19,6 +19,7 @@ import torch
 from isthmus._device.core.mode import reason
 from isthmus._device.torch_glue import patches
 from isthmus._device.torch_glue.private import contents, empty_tensor, hide_from_dynamo, set_contents
+from isthmus._graph.private import address_of
 
 Storage = torch.UntypedStorage
 
@@ -70,7 +71,7 @@ def _nbytes(storage: Any) -> int:
 
 def _data_ptr(storage: Any) -> int:
     # No address a program could read: it only tells storages apart, as pointers do.
-    return storage._cdata << 16 if _nbytes(storage) else 0
+    return address_of(storage) << 16 if _nbytes(storage) else 0
 
 
 def _host_bytes(storage: Any) -> Any:
@@ -130,7 +131,9 @@ def _replace(storage: Any, data: Any) -> None:
     held.rebind(from_numpy(data.view(dtype).reshape(shape if same else -1)))
     if data.nbytes < before:
         signature = held.signature
-        held.signature = type(signature).intern(signature.shape, dtype, signature.traced, shrunk=True)
+        held.signature = type(signature).intern(
+            signature.shape, dtype, signature.traced, True, signature.sharding
+        )
 
 
 def _resize_(storage: Any, size: int) -> Any:
@@ -248,6 +251,8 @@ def _storage_method(theirs: Callable[..., Any], name: str) -> Callable[..., Any]
 
     def copy_(self: Any, source: Any, non_blocking: Any = None) -> Any:
         if getattr(self, "_buffer", None) is None:
+            if getattr(source, "_buffer", None) is not None:
+                source = source.cpu()  # torch would read 0 bytes
             return theirs(self, source) if non_blocking is None else theirs(self, source, non_blocking)
         return ours(self, source, non_blocking)
 

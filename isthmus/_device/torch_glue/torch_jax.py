@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -11,11 +12,63 @@ from typing import Any
 
 import torch
 
+from isthmus import config
 from isthmus._device.core import generator
-from isthmus._upstream import require_jax
+from isthmus._device.torch_glue import device_memory as memory  # noqa: F401
+from isthmus._device.torch_glue.cuda_names import (  # noqa: F401
+    AcceleratorError,
+    OutOfMemoryError,
+    can_device_access_peer,
+    clock_rate,
+    get_arch_list,
+    get_gencode_flags,
+    get_sync_debug_mode,
+    is_current_stream_capturing,
+    is_tf32_supported,
+    make_graphed_callables,
+    memory_usage,
+    namespace,
+    nvtx,
+    power_draw,
+    set_sync_debug_mode,
+    temperature,
+    utilization,
+)  # fmt: skip
+from isthmus._device.torch_glue.device_memory import (  # noqa: F401
+    device_memory_used,
+    empty_cache,
+    empty_host_cache,
+    get_allocator_backend,
+    get_memory_info,
+    ipc_collect,
+    jax_device,
+    max_memory_allocated,
+    max_memory_cached,
+    max_memory_reserved,
+    mem_get_info,
+    memory_allocated,
+    memory_cached,
+    memory_reserved,
+    memory_stats,
+    memory_stats_as_nested_dict,
+    memory_summary,
+    reset_accumulated_memory_stats,
+    reset_max_memory_allocated,
+    reset_max_memory_cached,
+    reset_peak_memory_stats,
+    set_per_process_memory_fraction,
+)  # fmt: skip
+from isthmus._device.torch_glue.streams import (  # noqa: F401  # torch.jax has them
+    Event,
+    Stream,
+    StreamContext,
+    current_stream,
+    default_stream,
+    set_stream,
+    stream,
+)
 
 _initialized = True  # torch.utils.checkpoint keeps the generator's state only for a device that says so
-_peak: dict[str, int] = {"bytes": 0}
 
 
 def is_available() -> bool:
@@ -59,9 +112,12 @@ def set_device(device: Any) -> None:
 
 
 def check_device(device: Any) -> None:
-    """Raise unless ``device`` is the only device there is."""
+    """Raise unless ``device`` is the only device there is.
+
+    A process that ``torchrun`` started has one device too, and scripts call it by their rank on the host, as on CUDA.
+    """
     index = _index(device)
-    if index != 0:
+    if index not in (0, config.launch().local_rank):
         raise RuntimeError(f"invalid device ordinal: jax:{index}; torch sees one device, jax:0")
 
 
@@ -175,94 +231,28 @@ def set_rng_state_all(new_states: Any) -> None:
     generator.set_state(next(iter(new_states)))
 
 
-def _jax_device() -> Any:
-    require_jax()
-    from isthmus._runtime.compiler import default_device
-
-    return default_device()
-
-
 def get_device_name(device: Any = None) -> str:
     """Return JAX's name for the device."""
-    return str(_jax_device().device_kind)
+    return str(jax_device().device_kind)
 
 
 def get_device_capability(device: Any = None) -> dict[str, Any]:
     """Return platform and kind of the device, as JAX names them."""
-    jax_device = _jax_device()
-    return {"platform": jax_device.platform, "kind": jax_device.device_kind}
+    behind = jax_device()
+    return {"platform": behind.platform, "kind": behind.device_kind}
 
 
 def get_device_properties(device: Any = None) -> Any:
     """Return name, platform and total memory of the device."""
     import types
 
-    jax_device = _jax_device()
-    stats = jax_device.memory_stats() or {}
+    behind = jax_device()
+    stats = behind.memory_stats() or {}
     return types.SimpleNamespace(
-        name=str(jax_device.device_kind),
-        platform=jax_device.platform,
+        name=str(behind.device_kind),
+        platform=behind.platform,
         total_memory=stats.get("bytes_limit", 0),
     )
-
-
-def memory_stats(device: Any = None) -> dict[str, int]:
-    """Return JAX's memory statistics, under torch's names too; where it has none, what live arrays take."""
-    stats = dict(_jax_device().memory_stats() or {})
-    if not stats:
-        import jax
-
-        used = sum(array.nbytes for array in jax.live_arrays() if not array.is_deleted())
-        _peak["bytes"] = max(_peak["bytes"], used)
-        stats = {"bytes_in_use": used, "peak_bytes_in_use": _peak["bytes"]}
-    for kind in ("allocated", "reserved"):
-        stats[f"{kind}_bytes.all.current"] = stats["bytes_in_use"]
-        stats[f"{kind}_bytes.all.peak"] = stats["peak_bytes_in_use"]
-    return stats
-
-
-def memory_allocated(device: Any = None) -> int:
-    """Return the bytes arrays take on the device."""
-    return memory_stats()["bytes_in_use"]
-
-
-def max_memory_allocated(device: Any = None) -> int:
-    """Return the most bytes arrays took; where JAX keeps no count, the most seen at a call of this module."""
-    return memory_stats()["peak_bytes_in_use"]
-
-
-memory_reserved = memory_allocated
-max_memory_reserved = max_memory_allocated
-
-
-def reset_peak_memory_stats(device: Any = None) -> None:
-    """Start counting the peak anew where the count is ours; JAX's own cannot be reset."""
-    _peak["bytes"] = 0
-
-
-def reset_accumulated_memory_stats(device: Any = None) -> None:
-    """Do nothing: XLA keeps no accumulated counts."""
-
-
-def get_memory_info(device: Any = None) -> tuple[int, int]:
-    """Return (free, total) bytes of the device; of this machine where JAX runs on its CPU."""
-    stats = _jax_device().memory_stats() or {}
-    if "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats["bytes_in_use"], stats["bytes_limit"]
-    import os
-
-    page = os.sysconf("SC_PAGE_SIZE")
-    return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
-
-
-mem_get_info = get_memory_info
-
-
-def empty_cache() -> None:
-    """Do nothing: memory is XLA's."""
-
-
-empty_host_cache = empty_cache
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
@@ -290,25 +280,23 @@ def is_compiled() -> bool:
     return True
 
 
-def utilization(device: Any = None) -> int:
-    """Raise: XLA does not report it."""
-    raise NotImplementedError("JAX does not report the utilization of its devices")
+@contextlib.contextmanager
+def device_of(obj: Any) -> Iterator[None]:
+    """Make the device of a tensor current inside the block; a tensor of another kind of device changes nothing."""
+    yield
 
 
-class Stream:
-    """XLA orders its own work; a stream stands for that order."""
-
-    def __init__(self, device: Any = None, **kwargs: Any) -> None:
-        self.device = torch.device("jax", 0)
-
-    def synchronize(self) -> None:
-        """Wait for the device."""
-        synchronize()
-
-    def wait_stream(self, stream: Any) -> None:
-        """Do nothing: work is in order."""
-
-
-def current_stream(device: Any = None) -> Stream:
-    """Return the only stream."""
-    return Stream()
+seed_all = seed
+amp = namespace(
+    "amp",
+    autocast=functools.partial(torch.autocast, "jax"),
+    GradScaler=functools.partial(torch.amp.GradScaler, "jax"),
+    custom_fwd=functools.partial(torch.amp.custom_fwd, device_type="jax"),
+    custom_bwd=functools.partial(torch.amp.custom_bwd, device_type="jax"),
+)
+random = namespace(
+    "random",
+    manual_seed=manual_seed, manual_seed_all=manual_seed_all, seed=seed, seed_all=seed_all, initial_seed=initial_seed,
+    get_rng_state=get_rng_state, set_rng_state=set_rng_state,
+    get_rng_state_all=get_rng_state_all, set_rng_state_all=set_rng_state_all,
+)  # fmt: skip

@@ -6,12 +6,14 @@ graph and returns a ``Rule`` for ``rewrite``, or None where there is nothing to 
 - ``lazy``: graphs recorded in lazy mode and by ``isthmus.jit``, forward, backward and optimizer in one;
 - ``compile``: graphs of ``torch.compile``, after AOTAutograd has split forward from backward;
 - ``joint``: the graph of forward and backward together, before it is split (``_dynamo/joint.py``): here a pass decides
-  what forward saves for backward.
+  what forward saves for backward;
+- ``export``: graphs of ``isthmus.export``, whose sizes may be symbols: a pass compares them and does not order them.
 
 What no output needs is not in a graph (``Graph.of``), and equal calls on equal inputs are one node, so dead code and
-common subexpressions need no pass. Two rewrites make several programs of one graph and are called by the modes
-themselves: ``split.py`` (what changes from step to step runs apart from what does not) and, for FX graphs,
-``_dynamo/repeated_blocks.py`` and ``_dynamo/freeze.py``.
+common subexpressions need no pass.
+
+Passes in ``CUTS`` make several programs of one graph instead: ``cut(name, mode, graph, how)`` returns the stages
+(``stages.py``). They need more than the graph (the last one, which leaves are parameters), so modes call them by name.
 
 To add a pass: write ``passes/NAME.py``, list it here with its modes, and give it a graph in tests/graph/test_passes.py,
 which runs it in every mode it claims. ``ISTHMUS_LOG=passes`` shows each graph before and after a pass that changes it.
@@ -29,6 +31,7 @@ from isthmus._graph.passes.constants import fold_constants
 from isthmus._graph.passes.cross_entropy import cross_entropy
 from isthmus._graph.passes.rewrite import Rule, rewrite
 from isthmus._graph.passes.slice_gradients import slice_gradients
+from isthmus._graph.passes.stages import Stage
 from isthmus._graph.passes.views import fold_views
 
 _log = logging.getLogger("isthmus.passes")
@@ -49,13 +52,22 @@ class Pass:
 
 
 PASSES = (
-    Pass("cross_entropy", cross_entropy, frozenset({"lazy", "compile", "joint"})),
-    # Not in lazy mode: there the ends of a slice are run-time numbers, so that a sliding slice compiles once.
-    Pass("slice_gradients", slice_gradients, frozenset({"compile", "joint"})),
+    Pass("cross_entropy", cross_entropy, frozenset({"lazy", "compile", "joint", "export"})),
+    # In lazy mode for slices whose ends have not changed yet: others are run-time numbers.
+    Pass("slice_gradients", slice_gradients, frozenset({"lazy", "compile", "joint", "export"})),
     # Not on joint graphs: AOTAutograd has no storages, and its views are cheaper to recompute than to save.
-    Pass("fold_views", fold_views, frozenset({"lazy", "compile"})),
-    Pass("fold_constants", fold_constants, frozenset({"lazy", "compile"})),
+    Pass("fold_views", fold_views, frozenset({"lazy", "compile", "export"})),
+    Pass("fold_constants", fold_constants, frozenset({"lazy", "compile", "export"})),
 )
+
+
+CUTS = {
+    # Not in lazy mode and isthmus.jit, whose steps keep state in one program: ARCHITECTURE.md has the numbers.
+    "repeated_blocks": frozenset({"compile"}),
+    "freeze": frozenset({"compile"}),
+    "split": frozenset({"lazy"}),
+}
+"""Passes that cut a graph into stages, and the modes whose graphs they serve."""
 
 
 def optimise(graph: Graph, mode: str) -> Graph:
@@ -65,11 +77,20 @@ def optimise(graph: Graph, mode: str) -> Graph:
             continue
         new = each(graph)
         if config.current.log == "passes" and new.outputs != graph.outputs:
-            log_change(mode, each, graph, new)
+            log_change(mode, each.name, graph, new)
         graph = new
     return graph
 
 
-def log_change(mode: str, which: Pass, before: object, after: object) -> None:
+def cut(name: str, mode: str, graph: Graph, how: Callable[[Graph], list[Stage]]) -> list[Stage]:
+    """Return the stages that one of ``CUTS`` cuts a graph into, none if it leaves it whole."""
+    assert mode in CUTS[name]
+    stages = how(graph)
+    if config.current.log == "passes" and stages:
+        log_change(mode, name, graph, "\n\n".join(str(stage.alone({})) for stage in stages))
+    return stages
+
+
+def log_change(mode: str, name: str, before: object, after: object) -> None:
     """Log a graph before and after a pass; by a warning, so that no logging has to be set up to see it."""
-    _log.warning("%s, before %s:\n%s\nafter:\n%s", mode, which.name, before, after)
+    _log.warning("%s, before %s:\n%s\nafter:\n%s", mode, name, before, after)

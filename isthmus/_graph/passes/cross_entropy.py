@@ -52,7 +52,7 @@ def _with_sums(self: Tensor, dim: int, half_to_float: bool) -> tuple[Tensor, Ten
     wide = _wide(self)
     largest = wide.amax(dim, keepdim=True)
     total = (wide - largest).exp().sum(dim, keepdim=True).log()
-    return torch._log_softmax(self, dim, half_to_float), largest, total
+    return torch.ops.aten._log_softmax(self, dim, half_to_float), largest, total
 
 
 def _gradient(

@@ -6,31 +6,16 @@ own. What remains without the little thing is a graph that was there before.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import Item, Leaf, Node
+from isthmus._graph.passes.stages import Stage, stages_of
 
 # Of how many nodes one may differ, and how many stages there may be. Beyond that one program is better: many small ones
 # take longer to compile than it does.
 _SHARE, _MOST = 4, 5
 
 
-@dataclass(frozen=True)
-class Stage:
-    """Calls and items, each after what it needs, and those of them that others want."""
-
-    nodes: tuple[Node, ...]
-    outputs: tuple[Node, ...]
-
-    @property
-    def arrays(self) -> set[int]:
-        """Return the places in the trace of the arrays that are read."""
-        leaves = [given.call for n in self.nodes for given in n.inputs if isinstance(given.call, Leaf)]
-        return {leaf.index for leaf in leaves if leaf.kind == "array"}
-
-
-def cut(old: Graph, new: Graph) -> list[Stage]:
+def split(old: Graph, new: Graph) -> list[Stage]:
     """Return the stages of a graph that is much like an old one, none if it is not."""
     changed = _changed(old, new)
     if not changed or len(changed) * _SHARE > len(new.nodes):
@@ -44,7 +29,9 @@ def staged(graph: Graph, apart: set[Node]) -> list[Stage]:
     if any(isinstance(output.call, Leaf) for output in graph.outputs):
         return []  # there is nothing to compute for it
     levels = _levels(graph, apart)
-    return [_stage(graph, levels, level) for level in sorted(set(levels.values()))]
+    return stages_of(
+        graph, [[n for n in graph.nodes if levels[n] == at] for at in sorted(set(levels.values()))]
+    )
 
 
 def _changed(old: Graph, new: Graph) -> set[Node]:
@@ -86,10 +73,3 @@ def _levels(graph: Graph, apart: set[Node]) -> dict[Node, int]:
         if isinstance(n.call, Item):
             levels[n] = levels[n.inputs[0]]  # a call is there once, with all of its results
     return levels
-
-
-def _stage(graph: Graph, levels: dict[Node, int], level: int) -> Stage:
-    """Return the stage of a level."""
-    nodes = tuple(n for n in graph.nodes if levels[n] == level)
-    wanted = {given for n in graph.nodes for given in n.inputs if levels[n] != level} | set(graph.outputs)
-    return Stage(nodes, tuple(n for n in nodes if n in wanted and len(n.types) == 1))

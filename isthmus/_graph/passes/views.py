@@ -117,6 +117,8 @@ def _layout(call: Call) -> tuple[Any, ...]:
 
 def _is_injective(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Return whether a layout shows no element twice, as far as its strides tell."""
+    if not all(isinstance(n, int) for n in (*size, *stride)):
+        return False  # symbols of an exported graph have no order
     reach = 0
     for step, n in sorted((s, n) for n, s in zip(size, stride, strict=True) if n > 1):
         if step <= reach:

@@ -7,7 +7,7 @@ already done are not exchanged, so the factor is a product of steps rather than 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ import numpy as np
 from isthmus._graph.names import aten
 from isthmus._ops.common import LAPACK, Array
 from isthmus._ops.linalg.factorizations import check_unchecked
-from isthmus._ops.registry import lowering
+from isthmus._ops.registry import AnyFunction, lowering
 
 Conjugate = Callable[[Array], Array]
 # Bunch and Kaufman's bound on the growth of elements: below it a pivot of one row may be too small.
@@ -117,7 +117,7 @@ def _factor(x: Array, hermitian: bool) -> tuple[Array, Array, Array]:
     return end.packed[:size, :size], end.pivots, end.info
 
 
-def _batched(function: Callable[..., Any], ndim: int) -> Callable[..., Any]:
+def _batched(function: AnyFunction, ndim: int) -> AnyFunction:
     for _ in range(ndim):
         function = jax.vmap(function)
     return function

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from torch._ops import OpOverload
 
 from isthmus._graph.names import aten, prims
+from isthmus._graph.private import Op
 from isthmus._ops.common import (
     ALWAYS_BOOL,
     FLOATING,
@@ -19,6 +19,7 @@ from isthmus._ops.common import (
     NO_OPMATH,
     REAL,
     Array,
+    ArrayFunction,
     Number,
     Operand,
     Scalar,
@@ -160,7 +161,7 @@ def logaddexp(a: Array, b: Array) -> Array:
     return jnp.where(jnp.isnan(a) | jnp.isnan(b), nan, jnp.where(both, at_infinity, out))
 
 
-Table = dict[tuple[OpOverload, ...], Callable[..., Array]]
+Table = dict[tuple[Op, ...], ArrayFunction]
 SAME_DTYPE: Table = {
     (aten.mul.Tensor, aten.mul.Scalar): _by_kind(jnp.logical_and, jnp.multiply),
     (aten.bitwise_and.Tensor, aten.bitwise_and.Scalar): jnp.bitwise_and,
@@ -202,26 +203,28 @@ elementwise(aten.logical_or.default, promote_as=ALWAYS_BOOL)(jnp.logical_or)
 elementwise(aten.logical_xor.default, promote_as=ALWAYS_BOOL)(jnp.logical_xor)
 
 
-def _refuse_zeros(other: Operand, b: Array) -> None:
-    """Raise what torch's CPU raises for integers divided by zero; XLA would answer with a number."""
+def _divisor(other: Operand, b: Array) -> Array:
+    """Raise what torch's CPU raises for integers divided by zero; return divisors that XLA can divide by."""
     if not jnp.issubdtype(b.dtype, jnp.integer):
-        return
+        return b
     # A constant of the graph that is not zero needs no check in the program.
     number = other.value if isinstance(other, Number) else other
-    if isinstance(number, jax.core.Tracer):
-        if isinstance(other, Number):
-            return  # looked at before the program runs: _device/checks/scalar_checks.py
-    elif jnp.ndim(number) == 0 and bool(np.asarray(number) != 0):
-        return
-    require(b != 0, RuntimeError, "ZeroDivisionError")
+    traced = isinstance(number, jax.core.Tracer)
+    if not traced and jnp.ndim(number) == 0 and bool(np.asarray(number) != 0):
+        return b
+    # A number of the call is looked at before the program runs: _device/checks/scalar_checks.py.
+    if not (traced and isinstance(other, Number)):
+        require(b != 0, RuntimeError, "ZeroDivisionError")
+    # XLA answers with some number at run time, but where it folds constants it divides itself, and a zero ends the
+    # process (SIGFPE; jaxlib 0.10.2).
+    return jnp.where(b == 0, jnp.ones((), b.dtype), b)
 
 
 def _division(function: Function, self: Operand, other: Operand) -> Array:
     """Divide and round; integers have no quotient by zero."""
     compute, result = promote(self, other)
     a, b = jnp.broadcast_arrays(cast(self, compute), cast(other, compute))
-    _refuse_zeros(other, b)
-    return cast(function(a, b), result)
+    return cast(function(a, _divisor(other, b)), result)
 
 
 for _ops, _fn in {

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import jax.scipy.special as jsp
-from torch._ops import OpOverload
 
 from isthmus._graph.names import aten
+from isthmus._graph.private import Op
 from isthmus._ops.common import FLOATING, INT_TO_FLOAT, NO_OPMATH, REAL, Array, Ints, cast, promote, wrap_dims
 from isthmus._ops.elementwise import elementwise
 from isthmus._ops.registry import lowering
@@ -51,7 +51,7 @@ def _entr(x: Array) -> Array:
     return jnp.where(jnp.isnan(x), x, inside)
 
 
-_BESSEL_AND_NORMAL: dict[OpOverload, Callable[[Array], Array]] = {
+_BESSEL_AND_NORMAL: dict[Op, Callable[[Array], Array]] = {
     aten.i0.default: jsp.i0,
     aten.special_i0e.default: jsp.i0e,
     aten.special_i1.default: jsp.i1,

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from torch._ops import OpOverload
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import INEXACT, Array, Scalar, accumulation_dtype, cast, wrap_dim
-from isthmus._ops.elementwise import elementwise
+from isthmus._graph.private import Op
+from isthmus._ops.common import INEXACT, Array, ArrayFunction, Scalar, accumulation_dtype, cast, wrap_dim
+from isthmus._ops.elementwise import Computation, elementwise
 from isthmus._ops.registry import lowering
 
 # The constants of the tanh approximation of gelu (Hendrycks and Gimpel, 2016).
@@ -121,7 +120,7 @@ def _logit_backward(grad: Array, x: Array, eps: float | None) -> Array:
     return jnp.where((x < low) | (x > 1 - low), jnp.full_like(grad, outside), grad / (x * (1 - x)))
 
 
-ACTIVATIONS: dict[OpOverload, Callable[..., Array | tuple[Array, ...]]] = {
+ACTIVATIONS: dict[Op, Computation] = {
     aten.gelu.default: _gelu,
     aten.gelu_backward.default: _gelu_backward,
     aten.silu.default: lambda x: x * jax.nn.sigmoid(x),
@@ -150,7 +149,7 @@ ACTIVATIONS: dict[OpOverload, Callable[..., Array | tuple[Array, ...]]] = {
     aten.logit_backward.default: _logit_backward,
 }
 # torch takes integers here as well.
-TAKES_INTEGERS: dict[OpOverload, Callable[..., Array]] = {
+TAKES_INTEGERS: dict[Op, ArrayFunction] = {
     aten.hardtanh.default: _hardtanh,
     aten.threshold.default: lambda x, threshold, value: jnp.where(x <= threshold, value, x),
     aten.threshold_backward.default: lambda g, x, threshold: jnp.where(x <= threshold, jnp.zeros_like(g), g),

@@ -28,8 +28,8 @@ def _bias(logits: Array, bias: Array | None, is_causal: bool) -> Array:
     return logits + cast(bias, logits.dtype)
 
 
-def _softmax(logits: Array) -> tuple[Array, Array]:
-    """Return the probabilities and the logarithm of each row's sum; a row of minus infinities gives zeros."""
+def softmax_with_sums(logits: Array) -> tuple[Array, Array, Array]:
+    """Return the probabilities, the logarithm of each row's sum and its maximum; minus infinities alone give zeros."""
     # The maximum cancels in the quotient, so its gradient is zero; computing it would cost a scatter.
     top = jax.lax.stop_gradient(logits.max(-1, keepdims=True, initial=-jnp.inf))
     finite = jnp.where(jnp.isneginf(top), jnp.zeros_like(top), top)
@@ -37,7 +37,7 @@ def _softmax(logits: Array) -> tuple[Array, Array]:
     total = powers.sum(-1, keepdims=True)
     empty = total == 0
     divided = powers / jnp.where(empty, jnp.ones_like(total), total)
-    return divided, (jnp.log(total) + finite).squeeze(-1)
+    return divided, (jnp.log(total) + finite).squeeze(-1), top.squeeze(-1)
 
 
 def attention(
@@ -55,7 +55,7 @@ def attention(
     grouped = query.reshape(batch, key.shape[1], shared, length, width)
     logits = einsum("bhgqd,bhkd->bhgqk", grouped, key, acc_dtype) * factor
     logits = _bias(logits.reshape(batch, heads, length, key.shape[2]), bias, is_causal)
-    chances, sums = _softmax(logits)
+    chances, sums, _ = softmax_with_sums(logits)
     split = cast(chances, value.dtype).reshape(batch, key.shape[1], shared, length, key.shape[2])
     out = einsum("bhgqk,bhkd->bhgqd", split, value, acc_dtype)
     return out.reshape(batch, heads, length, value.shape[-1]), sums
@@ -66,7 +66,8 @@ def _flash_takes(query: Array, key: Array, value: Array, bias: Array | None, is_
     # cuDNN's kernels are for half types, and for head widths that are multiples of 8.
     half = query.dtype in (jnp.bfloat16, jnp.float16)
     shapes = key.shape == value.shape and (not is_causal or query.shape[2] == key.shape[2])
-    return compiler.platform() == "gpu" and half and bias is None and shapes and query.shape[-1] % 8 == 0
+    here = compiler.platform() == "gpu" and not compiler.is_portable()
+    return here and half and bias is None and shapes and query.shape[-1] % 8 == 0
 
 
 def _scale(query: Array, scale: float | None) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 
 from isthmus._graph.names import aten
@@ -13,6 +14,7 @@ from isthmus._ops.common import Array, Ints, accumulation_dtype, cast, each_dim,
 from isthmus._ops.nn import cpu_convolution
 from isthmus._ops.nn.cpu_convolution import Convolution, whole
 from isthmus._ops.registry import lowering
+from isthmus._runtime import compiler
 from isthmus.errors import Unsupported
 
 Options = tuple[Ints, Ints, Ints, bool, Ints, int]
@@ -57,7 +59,15 @@ def plan(
 
 
 def convolve(convolution: Convolution) -> Array:
-    """Return a convolution in the way that is fastest on this device."""
+    """Return a convolution in the way that is fastest on this device, or on each that an exported program runs on."""
+    if compiler.is_portable() and cpu_convolution.is_slow(convolution):
+        out: Array = lax.platform_dependent(
+            convolution.input,
+            convolution.weight,
+            cpu=lambda x, w: cpu_convolution.apart(convolution._replace(input=x, weight=w)),
+            default=lambda x, w: whole(convolution._replace(input=x, weight=w)),
+        )
+        return out
     return cpu_convolution.apart(convolution) if cpu_convolution.takes(convolution) else whole(convolution)
 
 

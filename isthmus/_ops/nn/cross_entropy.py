@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from isthmus._graph.passes.cross_entropy import GRADIENT, LOSS_GRADIENT, WITH_SUMS
 from isthmus._ops.common import accumulation_dtype, cast
@@ -26,7 +25,13 @@ def log_softmax_with_sums(self: Array, dim: int, half_to_float: bool) -> tuple[A
 
 @lowering(GRADIENT)
 def log_softmax_gradient(
-    self: Array, largest: Array, total: Array, dim: int, result_dtype: Any, dtype: Any, grad: Array
+    self: Array,
+    largest: Array,
+    total: Array,
+    dim: int,
+    result_dtype: DTypeLike,
+    dtype: DTypeLike,
+    grad: Array,
 ) -> Array:
     """The gradient of log-softmax for its input."""
     wide = cast(grad, largest.dtype)
@@ -40,8 +45,8 @@ def cross_entropy_gradient(
     largest: Array,
     total: Array,
     dim: int,
-    result_dtype: Any,
-    dtype: Any,
+    result_dtype: DTypeLike,
+    dtype: DTypeLike,
     grad: Array,
     target: Array,
     weight: Array | None,
@@ -56,7 +61,7 @@ def cross_entropy_gradient(
     return cast(of_loss - _likelihood(self, largest, total, result_dtype) * each, dtype)
 
 
-def _likelihood(x: Array, largest: Array, total: Array, result_dtype: Any) -> Array:
+def _likelihood(x: Array, largest: Array, total: Array, result_dtype: DTypeLike) -> Array:
     """The exponential of log-softmax, rounded as its result in forward was."""
     result = cast(cast(x, largest.dtype) - largest - total, result_dtype)
     return jnp.exp(cast(result, largest.dtype))

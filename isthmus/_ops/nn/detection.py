@@ -6,7 +6,6 @@ points a bin has may depend on the regions: the loop's length is then a run-time
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from jax.typing import DTypeLike
 
-from isthmus._ops.common import FLOATING, Array, accumulation_dtype, cast, divide
+from isthmus._ops.common import FLOATING, Array, ArrayFunction, HostArray, accumulation_dtype, cast, divide
 from isthmus._ops.registry import lowering_when_defined
 from isthmus._runtime.dtypes import to_torch_dtype
 
@@ -34,7 +33,7 @@ def _check_boxes(dets: Array, scores: Array) -> None:
         raise RuntimeError(f"{message}, got {dets.shape[0]} and {scores.shape[0]}")
 
 
-def _at_most(threshold: float, dtype: DTypeLike) -> np.ndarray:
+def _at_most(threshold: float, dtype: DTypeLike) -> HostArray:
     """Return the largest number of ``dtype`` up to ``threshold``: torchvision compares in double precision."""
     rounded = np.asarray(threshold, dtype)
     return np.nextafter(rounded, np.asarray(-np.inf, dtype)) if float(rounded) > threshold else rounded
@@ -135,7 +134,7 @@ def _sides(axis: _Axis, point: Array, position: Array) -> _Sides:
     return _Sides(low, high, jnp.where(counts, 1 - beyond, 0), jnp.where(counts, beyond, 0))
 
 
-def _each_point(axes: tuple[_Axis, _Axis], total: Array, add: Callable[..., Array]) -> Array:
+def _each_point(axes: tuple[_Axis, _Axis], total: Array, add: ArrayFunction) -> Array:
     """Return ``total`` after ``add(total, rows, columns, weight)`` for every corner of every point.
 
     A step computes the positions of the next one: what a loop carries is one array, where XLA may compute

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import Array, accumulation_dtype, cast, promote
+from isthmus._ops.common import Array, ArrayFunction, accumulation_dtype, cast, promote
 from isthmus._ops.elementwise import keyword_signature
 from isthmus._ops.nn.activation import log_sigmoid
 from isthmus._ops.registry import lowering
@@ -33,7 +32,7 @@ def _shared(grad: Array, shape: tuple[int, ...], reduction: int) -> Array:
 
 
 def _pointwise(
-    function: Callable[..., Array], self: Array, target: Array, reduction: int = _MEAN, **options: float
+    function: ArrayFunction, self: Array, target: Array, reduction: int = _MEAN, **options: float
 ) -> Array:
     """A loss of two tensors and at most one static option, reduced."""
     compute, result = promote(self, target)
@@ -42,7 +41,7 @@ def _pointwise(
 
 
 def _pointwise_backward(
-    slope: Callable[..., Array],
+    slope: ArrayFunction,
     grad_output: Array,
     self: Array,
     target: Array,
@@ -56,7 +55,7 @@ def _pointwise_backward(
     return cast(slope(x, y, *options.values()) * grad, result)
 
 
-def _register_pair(name: str, loss: Callable[..., Array], slope: Callable[..., Array], *options: str) -> None:
+def _register_pair(name: str, loss: ArrayFunction, slope: ArrayFunction, *options: str) -> None:
     forward, backward = functools.partial(_pointwise, loss), functools.partial(_pointwise_backward, slope)
     names = ["self", "target", "reduction", *options]
     # The option has another name in each schema, so its parameter is written here.

@@ -9,18 +9,27 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from torch._ops import OpOverload
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import Array, DType, Ints, accumulation_dtype, cast, each_dim, rounded, transpose_of
-from isthmus._ops.registry import Options, lowering
+from isthmus._graph.private import Op
+from isthmus._ops.common import (
+    Array,
+    DType,
+    HostArray,
+    Ints,
+    accumulation_dtype,
+    cast,
+    each_dim,
+    rounded,
+    transpose_of,
+)
+from isthmus._ops.registry import AnyFunction, Options, lowering
 from isthmus._ops.value_checks import require
 from isthmus.errors import Unsupported
 
@@ -28,9 +37,7 @@ from isthmus.errors import Unsupported
 NOWHERE = np.asarray(np.iinfo(np.int32).max, np.int32)
 
 
-def register(
-    function: Callable[..., object], in_2d: OpOverload, in_3d: OpOverload, **options: Unpack[Options]
-) -> None:
+def register(function: AnyFunction, in_2d: Op, in_3d: Op, **options: Unpack[Options]) -> None:
     """Register ``function``, whose first parameter is the number of spatial dims, for two dims and for three."""
     for n, op in ((2, in_2d), (3, in_3d)):
         lowering(op, **options)(functools.partial(function, n))
@@ -66,7 +73,7 @@ def better(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array
     return jnp.where(take, y, x), jnp.where(take, j, i)
 
 
-def _lowest(dtype: DType) -> np.ndarray:
+def _lowest(dtype: DType) -> HostArray:
     floating = jnp.issubdtype(dtype, jnp.floating)
     return np.asarray(-np.inf if floating else jnp.iinfo(dtype).min, dtype)
 
@@ -143,11 +150,11 @@ def _divisor(
     padding: Ints,
     include_pad: bool,
     override: int | None,
-) -> np.ndarray:
+) -> HostArray:
     """Return what each window's sum is divided by, as torch counts it."""
     if override is not None:
         return np.full(counts, override)
-    divisor: np.ndarray = np.ones((), np.int64)
+    divisor: HostArray = np.ones((), np.int64)
     for size, count, k, s, p in zip(sizes, counts, kernel, stride, padding, strict=True):
         start = np.arange(count) * s - p
         # A window that hangs over the padding counts it, but nothing beyond it.
@@ -246,7 +253,7 @@ register(_unpool, aten.max_unpool2d.default, aten.max_unpool3d.default, ignores=
 # Adaptive pooling
 
 
-def _adaptive_windows(size: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+def _adaptive_windows(size: int, count: int) -> tuple[HostArray, HostArray]:
     """Return the places each window covers, windows by places, and which of them it really does."""
     i = np.arange(count)
     # Floor and ceiling in integers: floats would put an edge one off for large sizes.
@@ -255,7 +262,7 @@ def _adaptive_windows(size: int, count: int) -> tuple[np.ndarray, np.ndarray]:
     return np.minimum(places, size - 1), places < end[:, None]
 
 
-def _spread(x: Array, dim: int, count: int) -> tuple[Array, np.ndarray]:
+def _spread(x: Array, dim: int, count: int) -> tuple[Array, HostArray]:
     """Return ``x`` with ``dim`` split into windows and places, and the mask over those two."""
     size = x.shape[dim]
     if size % count == 0:  # equal windows that do not overlap: no gather
@@ -265,7 +272,7 @@ def _spread(x: Array, dim: int, count: int) -> tuple[Array, np.ndarray]:
     return jnp.take(x, places, axis=dim), valid
 
 
-def _shaped(mask: np.ndarray, dim: int, ndim: int) -> np.ndarray:
+def _shaped(mask: HostArray, dim: int, ndim: int) -> HostArray:
     """Return a mask over windows and places shaped to meet a tensor that has them at ``dim``."""
     return mask.reshape((1,) * dim + mask.shape + (1,) * (ndim - dim - 2))
 

@@ -15,30 +15,32 @@ import jax.numpy as jnp
 import numpy as np
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import Array, accumulation_dtype, cast, transpose_of
+from isthmus._ops.common import Array, HostArray, accumulation_dtype, cast, transpose_of
 from isthmus._ops.elementwise import keyword_signature
-from isthmus._ops.registry import lowering
+from isthmus._ops.registry import Value, lowering
 from isthmus.errors import Unsupported
 
-Float = type[np.floating]
-Taps = list[tuple[np.ndarray, np.ndarray]]
+Floating = np.floating[Any]  # type: ignore[explicit-any]  # float32 or float64, as the input is
+Float = type[Floating]
+Taps = list[tuple[HostArray, HostArray]]
 """For each output place, the input places it mixes and their weights."""
-Filter = Callable[[np.ndarray], np.ndarray]
-Windows = tuple[np.ndarray, np.ndarray]
+TapsOf = Callable[[int, int, float | None, bool, Float], Taps]
+Filter = Callable[[HostArray], HostArray]
+Windows = tuple[HostArray, HostArray]
 """The same as two tables, output places by taps, in which no row has a place twice."""
 
 
-AnyArray = TypeVar("AnyArray", np.ndarray, Array)
+AnyArray = TypeVar("AnyArray", HostArray, Array)
 
 
-def ratio(size: int, count: int, scale: float | None, dtype: Float) -> np.floating:
+def ratio(size: int, count: int, scale: float | None, dtype: Float) -> Floating:
     """Return input places per output place, rounded as torch rounds it."""
     if scale is not None and scale > 0:
         return dtype(1.0 / scale)
     return dtype(size) / dtype(count)
 
 
-def _nearest(size: int, count: int, scale: float | None, exact: bool) -> np.ndarray:
+def _nearest(size: int, count: int, scale: float | None, exact: bool) -> HostArray:
     """Return the input place of each output place; torch computes it in float32 whatever the input."""
     places = np.arange(count, dtype=np.float32)
     if not exact and count == size:
@@ -50,13 +52,13 @@ def _nearest(size: int, count: int, scale: float | None, exact: bool) -> np.ndar
     return np.minimum(source.astype(np.int64), size - 1)
 
 
-def _aligned_ratio(size: int, count: int, scale: float | None, align: bool, dtype: Float) -> np.floating:
+def _aligned_ratio(size: int, count: int, scale: float | None, align: bool, dtype: Float) -> Floating:
     if align:
         return dtype(size - 1) / dtype(count - 1) if count > 1 else dtype(0)
     return ratio(size, count, scale, dtype)
 
 
-def _sources(size: int, count: int, scale: float | None, align: bool, dtype: Float) -> np.ndarray:
+def _sources(size: int, count: int, scale: float | None, align: bool, dtype: Float) -> HostArray:
     places, step = np.arange(count, dtype=dtype), _aligned_ratio(size, count, scale, align, dtype)
     return step * places if align else step * (places + dtype(0.5)) - dtype(0.5)
 
@@ -107,7 +109,7 @@ def _take(x: Array, size: Sequence[int], scales: Sequence[float | None], exact: 
 
 
 def _resample(
-    taps: Callable[..., Taps], x: Array, size: Sequence[int], scales: Sequence[float | None], align: bool
+    taps: TapsOf, x: Array, size: Sequence[int], scales: Sequence[float | None], align: bool
 ) -> Array:
     dtype = np.float64 if x.dtype == np.float64 else np.float32
     for dim, (count, scale) in enumerate(zip(size, scales, strict=True), start=2):
@@ -125,7 +127,7 @@ def _windows(size: int, taps: Taps) -> Windows:
     return inside, np.where(cover < size, np.take_along_axis(dense, inside, 1), 0.0)
 
 
-def _fixed_point(weights: np.ndarray) -> tuple[np.ndarray, int]:
+def _fixed_point(weights: HostArray) -> tuple[HostArray, int]:
     """Return the weights as 16-bit integers, and by how many bits they are shifted: as many as fit."""
     bits = 0
     # The precision of torch's uint8 kernels: as many bits as let the largest weight fit an int16.
@@ -158,7 +160,7 @@ def mix_bytes(
 # Antialiasing filters
 
 
-def _keys_cubic(x: np.ndarray) -> np.ndarray:
+def _keys_cubic(x: HostArray) -> HostArray:
     a, x = -0.5, np.abs(x)
     near = ((a + 2) * x - (a + 3)) * x * x + 1
     far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
@@ -198,7 +200,7 @@ def _mix_windows(x: Array, dim: int, windows: Windows) -> Array:
 
 # Registration: each resampling with its gradient
 
-Arguments = dict[str, Any]
+Arguments = dict[str, Value]
 """The arguments of a call by name."""
 _SCALES = {1: ("scales",), 2: ("scales_h", "scales_w"), 3: ("scales_d", "scales_h", "scales_w")}
 
@@ -207,13 +209,13 @@ def _register_pair(name: str, n: int, function: Callable[[Array, Arguments], Arr
     """Register a resampling of ``n`` spatial dims and its gradient, its transpose."""
     rest = [*options, *_SCALES[n]]
 
-    def forward(**values: Any) -> Array:
+    def forward(**values: Value) -> Array:
         x = values["self"]
         if 0 in x.shape:
             return jnp.zeros((*x.shape[:2], *values["output_size"]), x.dtype)
         return cast(function(x, values), x.dtype)
 
-    def backward(**values: Any) -> Array:
+    def backward(**values: Value) -> Array:
         grad, shape = values["grad_output"], tuple(values["input_size"])
         if 0 in grad.shape or 0 in shape:
             return jnp.zeros(shape, grad.dtype)
@@ -230,11 +232,13 @@ def _nearest_function(n: int, exact: bool) -> Callable[[Array, Arguments], Array
     return lambda x, v: _take(x, v["output_size"], [v[s] for s in _SCALES[n]], exact)
 
 
-def _mixing_function(n: int, taps: Callable[..., Taps]) -> Callable[[Array, Arguments], Array]:
+def _mixing_function(n: int, taps: TapsOf) -> Callable[[Array, Arguments], Array]:
     def function(x: Array, values: Arguments) -> Array:
         size, align, scales = values["output_size"], values["align_corners"], [values[s] for s in _SCALES[n]]
         if x.dtype == np.uint8 and n == 2:
-            return mix_bytes(x, size, scales, lambda s, *rest: _windows(s, taps(s, *rest, align, np.float64)))
+            return mix_bytes(
+                x, size, scales, lambda s, count, scale: _windows(s, taps(s, count, scale, align, np.float64))
+            )
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise Unsupported(f"torch does not mix {x.dtype}")
         return _resample(taps, cast(x, accumulation_dtype(x.dtype)), size, scales, align)

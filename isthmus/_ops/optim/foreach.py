@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
-from torch._ops import OpOverload
 
 from isthmus._graph.names import Missing, aten
+from isthmus._graph.private import Op
 from isthmus._graph.schema import schema_of
 from isthmus._ops.common import Array, Operand, Scalar, accumulation_dtype, cast
 from isthmus._ops.elementwise import keyword_signature
@@ -15,12 +15,12 @@ from isthmus._ops.known_schemas import arguments_of
 from isthmus._ops.registry import lowering, registry
 
 
-def single(op: OpOverload, values: tuple[object, ...], keywords: Mapping[str, object]) -> Array:
+def single(op: Op, values: tuple[object, ...], keywords: Mapping[str, object]) -> Array:
     """Lower one call of a single-tensor op, looked up late: its family may be imported after this one."""
     return registry[op](schema_of(op).bind(values, dict(keywords)))  # type: ignore[no-any-return]
 
 
-def _foreach(op: OpOverload | Missing, *names: str, **order: str) -> None:
+def _foreach(op: Op | Missing, *names: str, **order: str) -> None:
     """Register each ``_foreach_<name>``: each call takes the next item of every list, and the rest as it is.
 
     ``order`` names keywords of ``op`` for arguments that are not in the order of its schema.
@@ -34,7 +34,7 @@ def _foreach(op: OpOverload | Missing, *names: str, **order: str) -> None:
             _register_list(listed, op, order)
 
 
-def _register_list(listed: OpOverload, op: OpOverload, order: dict[str, str]) -> None:
+def _register_list(listed: Op, op: Op, order: dict[str, str]) -> None:
     arguments = arguments_of(listed)
     names = [a.name for a in arguments]
     lists = {a.name for a in arguments if a.kind in ("tensors", "scalars")}

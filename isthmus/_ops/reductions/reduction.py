@@ -15,6 +15,7 @@ from isthmus._graph.names import aten
 from isthmus._ops.common import (
     INT_TO_FLOAT,
     Array,
+    ArrayFunction,
     DType,
     Scalar,
     accumulation_dtype,
@@ -70,7 +71,7 @@ def mean(self: Array, dim: Named = None, keepdim: bool = False, dtype: DTypeLike
     return cast(x.mean(wrap_dims(dim, self.ndim), keepdims=keepdim) if self.ndim else x, result)
 
 
-def _extreme(function: Callable[..., Array], self: Array, dim: Named = (), keepdim: bool = False) -> Array:
+def _extreme(function: ArrayFunction, self: Array, dim: Named = (), keepdim: bool = False) -> Array:
     """The greatest or the least elements along dims."""
     return function(self, axis=wrap_dims(dim, self.ndim), keepdims=keepdim)
 
@@ -137,7 +138,7 @@ lowering(aten.argmax.default)(functools.partial(_position, jax.lax.argmax))
 lowering(aten.argmin.default)(functools.partial(_position, jax.lax.argmin))
 
 
-def _truth(function: Callable[..., Array], self: Array, dim: Named = None, keepdim: bool = False) -> Array:
+def _truth(function: ArrayFunction, self: Array, dim: Named = None, keepdim: bool = False) -> Array:
     """Whether all or any elements are not zero; torch answers for uint8 with a uint8."""
     # Here, unlike elsewhere, an empty list of dims names none.
     dims = wrap_dims(dim, self.ndim) if dim is None or isinstance(dim, int) or len(dim) else ()

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import FLOATING, Array, Scalar, cast
+from isthmus._ops.common import FLOATING, Array, ArrayFunction, Scalar, cast
 from isthmus._ops.registry import lowering
 from isthmus._ops.value_checks import require
 from isthmus.errors import Unsupported
 
-_REDUCTIONS: dict[str, Callable[..., Array]] = {
+_REDUCTIONS: dict[str, ArrayFunction] = {
     "sum": jax.ops.segment_sum,
     "mean": jax.ops.segment_sum,
     "prod": jax.ops.segment_prod,

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import lax
-from jax.export import is_symbolic_dim
 from jax.typing import DTypeLike
 
 from isthmus._graph.names import aten, prims
-from isthmus._ops.common import Array, DType, Ints, Number, Operand, Scalar, accumulation_dtype, cast, divide
-from isthmus._ops.registry import lowering
+from isthmus._ops.common import (
+    Array,
+    DType,
+    Ints,
+    Number,
+    Operand,
+    Scalar,
+    accumulation_dtype,
+    cast,
+    divide,
+    is_dimension,
+)
+from isthmus._ops.registry import Value, lowering
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
 from isthmus.errors import Unsupported
 
@@ -94,15 +103,21 @@ def count(length: int, start: Operand, step: Scalar, dtype: DType) -> Array:
 @lowering(aten.arange.start_step, static=("start", "end", "step"))
 def arange(start: Operand, end: Operand, step: Scalar = 1, dtype: DTypeLike | None = None) -> Array:
     """The numbers from ``start`` to ``end``; torch says how many they are and of which dtype."""
-    ends: tuple[Any, ...] = (start, end, step)
-    if any(map(is_symbolic_dim, ends)):  # sizes of a program that serves a range of them
-        length: Any = -((start - end) // step)  # type: ignore[operator]
-        return count(length, start, step, np.dtype(np.int64 if dtype is None else dtype))
+    if is_dimension(start) or is_dimension(end):
+        return _symbolic_arange(start, end, step, dtype)
     asked = None if dtype is None else to_torch_dtype(dtype)
     shadow = torch.ops.aten.arange.start_step(start, end, step, dtype=asked, device="meta")
     if shadow.dtype is torch.bool or shadow.dtype.is_complex:
         raise Unsupported(f"torch has no kernel for {shadow.dtype} and says so")
     return count(shadow.shape[0], start, step, to_jax_dtype(shadow.dtype))
+
+
+def _symbolic_arange(start: Value, end: Value, step: Scalar, dtype: DTypeLike | None) -> Array:
+    """Return the integers between ends of which one is a size that only the exported program knows."""
+    if not isinstance(step, int) or isinstance(start, float) or isinstance(end, float):
+        raise Unsupported(f"the numbers from {start} to {end} by {step}")
+    length = jax.core.max_dim((end - start + step - (1 if step > 0 else -1)) // step, 0)
+    return count(length, jnp.asarray(start, jnp.int64), step, np.dtype(dtype or np.int64))
 
 
 @lowering(aten.ones.default)

@@ -23,7 +23,8 @@ Indices = list[Array | None]
 """torch's list of index tensors, where None takes a whole dim."""
 
 
-Position = tuple[Array | slice, ...]
+Place = Array | slice  # type: ignore[explicit-any]  # Python 3.11 has no slice of None alone
+Position = tuple[Place, ...]
 """A numpy-style index."""
 Write = Callable[[Array, Position | EllipsisType, Array], Array]
 """Returns an array with values written, added or reduced into it at a position."""
@@ -50,7 +51,7 @@ def outside(dim: int, size: int) -> str:
 
 def _positions(x: Array, indices: Indices, check: bool = True) -> Position:
     """Return a numpy-style index for torch's list of tensors, where None takes a whole dim."""
-    positions: list[Array | slice] = []
+    positions: list[Place] = []
     for dim, index in enumerate(indices):
         if index is None:
             positions.append(slice(None))

@@ -13,11 +13,22 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import NO_OPMATH, Array, Ints, Number, Scalar, cast, promote, transpose_of, wrap_dim
+from isthmus._ops.common import (
+    NO_OPMATH,
+    Array,
+    HostArray,
+    Ints,
+    Number,
+    Scalar,
+    cast,
+    promote,
+    transpose_of,
+    wrap_dim,
+)
 from isthmus._ops.registry import lowering
 from isthmus._ops.value_checks import require
 
-Position = tuple[EllipsisType, np.ndarray, np.ndarray]
+Position = tuple[EllipsisType, HostArray, HostArray]
 
 
 @lowering(aten.cat.default)
@@ -108,7 +119,7 @@ def triu(self: Array, diagonal: int = 0) -> Array:
 
 
 def _triangle(
-    indices: Callable[[int, int, int], tuple[np.ndarray, np.ndarray]],
+    indices: Callable[[int, int, int], tuple[HostArray, HostArray]],
     row: int,
     col: int,
     offset: int = 0,

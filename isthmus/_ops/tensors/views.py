@@ -5,18 +5,21 @@ A function takes the arguments of its op in order. ``aten.as_strided`` is not am
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import lax
-from jax.export import is_symbolic_dim
 from jax.typing import DTypeLike
-from torch._ops import OpOverload
 
 from isthmus._graph.names import Missing, aten, prims
+from isthmus._graph.private import Op
 from isthmus._ops.common import Array, DType, wrap_dim, wrap_dims
+from isthmus._ops.registry import AnyFunction
+from isthmus._ops.value_checks import require
 from isthmus._runtime.dtypes import to_jax_dtype
 
 
@@ -42,33 +45,33 @@ def expand(x: Array, size: Sequence[int], implicit: bool = False) -> Array:
     return jnp.broadcast_to(x, sizes)
 
 
-def select(x: Array, dim: int, index: int) -> Array:
-    """Return one position of a dim."""
+def select(x: Array, dim: int, index: int | Array) -> Array:
+    """Return one position of a dim; its index may be computed, where a loop counts."""
     dim = wrap_dim(dim, x.ndim)
-    return lax.index_in_dim(x, index % max(x.shape[dim], 1), dim, keepdims=False)
+    count = x.shape[dim]
+    if isinstance(index, Array):
+        index = index.reshape(())
+        require((index >= -count) & (index < count), IndexError, "select(): index out of range")
+        return lax.dynamic_index_in_dim(x, jnp.where(index < 0, index + count, index), dim, keepdims=False)
+    at = index + count if isinstance(index, int) and index < 0 else index
+    return lax.squeeze(lax.slice_in_dim(x, at, at + 1, 1, dim), [dim])
 
 
 def _slice(x: Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Array:
     """Return a range of a dim, cut to what there is as torch does."""
     dim = wrap_dim(dim, x.ndim)
-    if any(n is not None and is_symbolic_dim(n) for n in (x.shape[dim], start, end)):
-        return _slice_of_symbolic(x, dim, start, end, step)
-    # Python clips a slice exactly as torch does.
-    begin, stop, _ = slice(start, end).indices(x.shape[dim])
-    return lax.slice_in_dim(x, begin, max(begin, stop), step, dim)
+    length = x.shape[dim]
+    begin = _within(0 if start is None else start, length)
+    stop = _within(length if end is None else end, length)
+    return lax.slice_in_dim(x, begin, jax.core.max_dim(begin, stop), step, dim)
 
 
-def _slice_of_symbolic(x: Array, dim: int, start: int | None, end: int | None, step: int) -> Array:
-    """Return a range of a dim of symbolic size; JAX raises where it cannot know what is cut off."""
-    n = x.shape[dim]
-
-    def clipped(place: int) -> int:
-        place = place + n if place < 0 else place
-        return place if place <= n else n
-
-    begin = 0 if start is None else clipped(start)
-    stop = n if end is None or (isinstance(end, int) and end >= 2**62) else clipped(end)
-    return lax.slice_in_dim(x, begin, stop, step, dim)
+def _within(index: int, length: int) -> int:
+    """Return an index counted from the front and cut to a length; each may be a dimension of an exported program."""
+    if isinstance(index, int) and index < 0:
+        return jax.core.max_dim(length + index, 0)
+    # The end that stands for "all" is too large for JAX to compare with a dimension.
+    return length if isinstance(index, int) and index >= sys.maxsize else jax.core.min_dim(index, length)
 
 
 def squeeze(x: Array, dim: int | Sequence[int] | None = None) -> Array:
@@ -164,7 +167,7 @@ def collapse(x: Array, start: int, end: int) -> Array:
     return x.reshape(*x.shape[:start], -1, *x.shape[end + 1 :]) if x.ndim else x.reshape(1)
 
 
-_TABLE: dict[OpOverload | Missing, Callable[..., Array | list[Array]]] = {
+_TABLE: dict[Op | Missing, AnyFunction] = {
     aten._conj.default: jnp.conj,
     aten._neg_view.default: jnp.negative,
     aten._reshape_alias.default: lambda x, size, stride: x.reshape(tuple(size)),

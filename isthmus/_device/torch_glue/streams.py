@@ -1,0 +1,178 @@
+"""``torch.jax.Stream`` and ``Event``: CUDA's words for the order of work, which XLA keeps by itself.
+
+XLA runs a program when its inputs are there and returns arrays that are futures, so no stream has to wait for
+another: what a stream or an event would order is ordered by data. The classes here let code that names streams run as
+it is (FSDP2 has five of them, data loaders copy on one): entering a stream changes what ``current_stream`` says and
+nothing else.
+
+An event that is waited for must be over in fact. ``record`` therefore notes the time of the host, and ``synchronize``
+waits for all that was launched; a timing event waits in ``record``, so that ``elapsed_time`` measures the device's
+work.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from typing import Any
+
+import torch
+
+from isthmus._device.torch_glue.private import PRIVATE_USE_1
+
+_ids = itertools.count()  # the first is that of the default stream: 0, as torch.accelerator has it
+
+
+class Stream(torch.Stream):
+    """A name for an order of work. ``priority`` and ``device`` are accepted, as every order is the same."""
+
+    priority: int
+    _contexts: list[StreamContext]
+
+    def __new__(cls, device: Any = None, priority: int = 0, **kwargs: Any) -> Stream:
+        """Return a new stream; torch's class, as ``Tensor.record_stream`` takes no other."""
+        made = super().__new__(cls, stream_id=next(_ids), device_index=0, device_type=PRIVATE_USE_1)
+        made.priority, made._contexts = priority, []
+        return made  # type: ignore[no-any-return]
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        _wait()
+
+    def query(self) -> bool:
+        """Return whether all work is done, after waiting for it."""
+        _wait()
+        return True
+
+    def wait_stream(self, stream: Any) -> None:
+        """Do nothing: what needs the other stream's results waits for these."""
+
+    def wait_event(self, event: Any) -> None:
+        """Do nothing: what needs results from before the event waits for these."""
+
+    def record_event(self, event: Any = None) -> Any:
+        """Record an event, a new one if none is given, and return it."""
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
+    def __enter__(self) -> Stream:
+        self._contexts.append(StreamContext(self))
+        self._contexts[-1].__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._contexts.pop().__exit__(*error)
+
+    def __repr__(self) -> str:
+        return f"torch.jax.Stream(device=jax:0, id={self.stream_id})"
+
+
+class Event:
+    """A point in the work of the device; with ``enable_timing`` one whose time is known."""
+
+    def __init__(
+        self,
+        device: Any = None,
+        enable_timing: bool = False,
+        blocking: bool = False,
+        interprocess: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if interprocess:
+            raise NotImplementedError("an event of 'jax' cannot be shared with another process")
+        self.device, self.event_id = torch.device("jax", 0), next(_ids)
+        self._timed = enable_timing
+        self._time: float | None = None
+
+    def record(self, stream: Any = None) -> Event:
+        """Note this moment; a timing event waits for the work that was launched before."""
+        if self._timed:
+            _wait()
+        self._time = time.perf_counter()
+        return self
+
+    def wait(self, stream: Any = None) -> None:
+        """Do nothing: what needs results from before the event waits for these."""
+
+    def query(self) -> bool:
+        """Return whether the work before the event is done, after waiting for it."""
+        self.synchronize()
+        return True
+
+    def synchronize(self) -> None:
+        """Wait for the work that was launched before the event."""
+        if self._time is not None:
+            _wait()
+
+    def elapsed_time(self, end_event: Event) -> float:
+        """Return the milliseconds from this event to another; both must have been made with ``enable_timing``."""
+        if not (self._timed and end_event._timed):
+            raise ValueError("both events must be created with argument 'enable_timing=True'")
+        if self._time is None or end_event._time is None:
+            raise ValueError("both events must be recorded before their times are compared")
+        return (end_event._time - self._time) * 1000.0
+
+    def __repr__(self) -> str:
+        return f"torch.jax.Event(device=jax:0, id={self.event_id})"
+
+
+_default = Stream()
+
+
+class _Current(threading.local):
+    """The stream that this thread is inside of."""
+
+    stream = _default
+
+
+_current = _Current()
+
+
+def current_stream(device: Any = None) -> Stream:
+    """Return the stream that this thread is inside of."""
+    return _current.stream
+
+
+def default_stream(device: Any = None) -> Stream:
+    """Return the stream that a thread begins with."""
+    return _default
+
+
+def set_stream(stream: Stream | None) -> None:
+    """Make a stream the current one of this thread; None leaves it."""
+    if stream is not None:
+        _current.stream = stream
+
+
+class StreamContext:
+    """Makes a stream the current one inside a block; None leaves it."""
+
+    def __init__(self, stream: Stream | None) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        self._before = _current.stream
+        set_stream(self.stream)
+
+    def __exit__(self, *error: object) -> None:
+        _current.stream = self._before
+
+
+def stream(stream: Stream | None) -> StreamContext:
+    """Return a block inside of which ``stream`` is the current one."""
+    return StreamContext(stream)
+
+
+def record_stream(self: torch.Tensor, s: torch.Stream) -> None:
+    """Do nothing: an array is not freed before the programs that read it are done."""
+
+
+KERNELS = {"record_stream": record_stream}
+
+
+def _wait() -> None:
+    from isthmus._device.torch_glue.torch_jax import synchronize
+
+    synchronize()

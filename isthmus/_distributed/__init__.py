@@ -1,0 +1,1 @@
+"""Many devices: ``torch.distributed`` on device "jax", a process for each device."""

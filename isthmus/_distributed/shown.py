@@ -1,0 +1,61 @@
+"""Parameters shown otherwise while a module's forward runs: gathered, or with a constraint on their gradient.
+
+A tensor in a module's ``__dict__`` is found before the ``Parameter`` of that name, which stays where it was for
+everything outside of forward. Dynamo traces this, and since it is undone there is no side effect in the graph. The
+hooks are objects and no closures, so that a deep copy of the module gets hooks for its own submodules.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from isthmus._distributed.tensors import constrain
+
+Part = tuple[nn.Module, str, str, str]
+"""A module, the name of a parameter of it, how forward sees the parameter, and how its gradient is split."""
+GROUPED = "_isthmus_grouped"
+"""In a module's ``__dict__``: the names of its parameters that ``fully_shard`` shows."""
+
+
+class Shown:
+    """Shows parameters while the forward of one module runs."""
+
+    def __init__(self, group: list[Part]) -> None:
+        self.group = group
+
+    def install(self, module: nn.Module) -> None:
+        """Begin to show the parameters of the group when this module runs."""
+        module.register_forward_pre_hook(_Show(self), prepend=True)
+        module.register_forward_hook(_Hide(self), always_call=True)
+
+    def is_mine(self, module: nn.Module, name: str) -> bool:
+        """Return whether a parameter is shown by this object: ``fully_shard`` goes first."""
+        return name not in module.__dict__.get(GROUPED, ())
+
+    def after(self, output: Any) -> Any:
+        """Return what becomes of the module's output."""
+        return output
+
+
+class _Show:
+    def __init__(self, shown: Shown) -> None:
+        self.shown = shown
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        for sub, name, forward, gradient in self.shown.group:
+            parameter = sub._parameters[name]
+            if parameter is not None and self.shown.is_mine(sub, name):
+                sub.__dict__[name] = constrain(parameter, forward, gradient)
+
+
+class _Hide:
+    def __init__(self, shown: Shown) -> None:
+        self.shown = shown
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        for sub, name, _, _ in self.shown.group:
+            if self.shown.is_mine(sub, name):
+                sub.__dict__.pop(name, None)
+        return self.shown.after(output)

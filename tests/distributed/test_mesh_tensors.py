@@ -1,0 +1,26 @@
+"""Split tensors: each check of ``mesh_tensors.py`` in a process with eight devices."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.mesh_process import run
+
+# Checks share a process, since starting one takes longer than most of them.
+TOGETHER = [
+    ["arrays", "placements", "random_numbers", "batches", "one_device_again"],
+    ["followers", "redistributing"],
+    ["existing_tensors_move", "modules", "experts"],
+]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("checks", TOGETHER, ids=" ".join)
+def test_split_tensors(checks: list[str]) -> None:
+    run("mesh_tensors", *checks, timeout=280)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_live_bytes_are_constant() -> None:
+    run("mesh_tensors", "memory", timeout=880)
