@@ -115,12 +115,12 @@ class Template:
         new: dict[Node, Node] = {}
         for n in [*graph.inputs, *graph.nodes]:
             new[n] = _lifted(n, new, take)
-        lifted = Graph(
+        # Without origins: the nodes of each graph that the template serves are found by their places in it.
+        return Graph(
             tuple(new[n] for n in graph.inputs),
             tuple(new[n] for n in graph.nodes),
             tuple(new[n] for n in graph.outputs),
         )
-        return replace(lifted, origins={new[n]: graph.origins.get(n, n) for n in graph.nodes})
 
 
 def _lifted(n: Node, new: Mapping[Node, Node], take: Callable[[int], Any]) -> Node:

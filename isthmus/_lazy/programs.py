@@ -28,6 +28,7 @@ from isthmus._lazy.trace import trace
 from isthmus._program import runner
 from isthmus._program.evaluate import CallFailure
 from isthmus._program.program import STATELESS, CompiledProgram, StateLayout
+from isthmus._program.ranges import Match
 from isthmus._runtime import counters, forks, placement
 from isthmus.errors import IsthmusError
 
@@ -211,6 +212,7 @@ def _run(live: list[Buffer], because: str) -> Callable[[], None]:
     wanted = tuple([buffer.held for buffer in live])
     cause, line = sync_reasons.cause_and_line(because)
     run = _Run()
+    compiled = counters.counts["compilations"]
     match = _match(wanted)
     staged = _stages(line, wanted) if match is None else None
 
@@ -221,6 +223,7 @@ def _run(live: list[Buffer], because: str) -> Callable[[], None]:
 
     if match is not None:
         graph = match.graph
+        run.known = compiled == counters.counts["compilations"]
         run.ranged(match, wanted, commit)
     elif staged is None:
         shardings = shardings_of(live)
@@ -234,7 +237,7 @@ def _run(live: list[Buffer], because: str) -> Callable[[], None]:
     return run.settle
 
 
-def _match(wanted: tuple[Node, ...]) -> ranges.Match | None:
+def _match(wanted: tuple[Node, ...]) -> Match | None:
     """Return the program for a range of sizes that serves these nodes, unless they have an exact one already."""
     if config.shapes == "exact" or config.backend != "xla" or placement.home is not None:
         return None
@@ -265,9 +268,7 @@ class _Run:
         """Compute outputs of a graph, in this order, by one program."""
         self._call(self._find(family), order, commit)
 
-    def ranged(
-        self, match: ranges.Match, wanted: tuple[Node, ...], commit: Callable[[Sequence[Any]], None]
-    ) -> None:
+    def ranged(self, match: Match, wanted: tuple[Node, ...], commit: Callable[[Sequence[Any]], None]) -> None:
         """Compute these nodes by a program for a range of sizes."""
         unique = tuple(dict.fromkeys(wanted))
 
@@ -275,8 +276,7 @@ class _Run:
             values = dict(zip(unique, results, strict=True))
             commit([values[n] for n in wanted])
 
-        settle, self.known = match.program.run(match.sizes, dict(trace.lines), match.graph, spread)
-        self._settle.append(settle)
+        self._settle.append(ranges.run(match, dict(trace.lines), spread))
 
     def stages(self, stages: list[Stage], commit: Callable[[dict[Node, Any]], None]) -> None:
         """Compute what the stages give, one program after another.

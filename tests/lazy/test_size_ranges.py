@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import isthmus
 from isthmus._device.core.buffer import buffer_of
 from isthmus._device.core.slack import Slack
-from isthmus._lazy import ranges
+from isthmus._program import ranges
 from isthmus._runtime import counters
 
 
