@@ -54,7 +54,7 @@ def isthmus(
         return module.forward  # op by op, where bytes beside those that are written stay as they are
     number = next(_numbers)
     alone: list[Clusters] = []
-    compiled = aot_autograd()(
+    compiled = aot_autograd(
         fw_compiler=functools.partial(_compile, chosen, f"forward {number}"),
         bw_compiler=functools.partial(_compile, chosen, f"backward {number}"),
         inference_compiler=functools.partial(_infer, chosen, f"inference {number}", alone),

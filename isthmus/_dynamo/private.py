@@ -252,11 +252,15 @@ def _adds_nothing(meta: Any) -> bool:
     ) and all(plain)
 
 
-def aot_autograd() -> Any:
-    """Return torch's maker of backends that get functional graphs of forward and backward; docs of torch name it."""
+@optional("torch.compile runs its graphs op by op", lambda **options: lambda module, inputs: module.forward)
+def aot_autograd(**options: Any) -> Callable[..., Any]:
+    """Return a backend that gets functional graphs of forward and backward; docs of torch name its maker."""
     from torch._dynamo.backends.common import aot_autograd
 
-    return aot_autograd
+    backend = aot_autograd(**options)
+    if not callable(backend):
+        raise TypeError("torch._dynamo.backends.common.aot_autograd makes no backend")
+    return backend
 
 
 @optional("calls that the CPU's kernels refuse may be compiled", contextlib.nullcontext)
