@@ -15,8 +15,8 @@ from isthmus._graph.private import OpOverload, storage_id, storage_ids
 from isthmus._graph.schema import schema_of
 
 Values = tuple[Any, ...]
-# Ops that write one value everywhere.
-_ONE_VALUE = ("aten::fill_", "aten::zero_")
+# Ops that write to some elements of their target; the CPU refuses others, or they write the same everywhere.
+_SELECTING = ("aten::index_fill_", "aten::masked_fill_", "aten::index_put_", "aten::_index_put_impl_")
 _accepted = AcceptedCalls("writes to shared storages that the CPU accepts", 4096)
 
 
