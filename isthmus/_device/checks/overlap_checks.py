@@ -86,7 +86,7 @@ def repeats(op: OpOverload, values: Values) -> bool:
     ``x.expand(3).index_fill_(0, index, 1)`` is deprecated and defined: what was selected is written, and the rest, the
     same memory, shows it. A functional result has both the new value and the old one for that memory.
     """
-    return schema_of(op).name not in _ONE_VALUE and any(map(_repeats, _targets(op, values)))
+    return schema_of(op).name in _SELECTING and any(map(_repeats, _targets(op, values)))
 
 
 def check_aliases(op: OpOverload, values: Values) -> None:
