@@ -41,8 +41,10 @@ NEEDED = {
     "torch._C._autograd.DeviceType.PrivateUse1",
     "torch._C._dispatch_has_kernel_for_dispatch_key",
     "torch._C._get_privateuse1_backend_name",
+    "torch._C.Generator",
     "torch._prims_common.ELEMENTWISE_TYPE_PROMOTION_KIND",
     "torch._prims_common.elementwise_dtypes",
+    "torch.utils._python_dispatch.TorchDispatchMode",
     "torch.utils.backend_registration._setup_privateuseone_for_python_backend",
 }
 QUICK = [

@@ -15,8 +15,8 @@ from isthmus._graph.private import OpOverload, storage_id, storage_ids
 from isthmus._graph.schema import schema_of
 
 Values = tuple[Any, ...]
-# Ops that write one value everywhere.
-_ONE_VALUE = ("aten::fill_", "aten::zero_")
+# Ops that write to some elements of their target; the CPU refuses others, or they write the same everywhere.
+_SELECTING = ("aten::index_fill_", "aten::masked_fill_", "aten::index_put_", "aten::_index_put_impl_")
 _accepted = AcceptedCalls("writes to shared storages that the CPU accepts", 4096)
 
 
@@ -86,7 +86,7 @@ def repeats(op: OpOverload, values: Values) -> bool:
     ``x.expand(3).index_fill_(0, index, 1)`` is deprecated and defined: what was selected is written, and the rest, the
     same memory, shows it. A functional result has both the new value and the old one for that memory.
     """
-    return schema_of(op).name not in _ONE_VALUE and any(map(_repeats, _targets(op, values)))
+    return schema_of(op).name in _SELECTING and any(map(_repeats, _targets(op, values)))
 
 
 def check_aliases(op: OpOverload, values: Values) -> None:
