@@ -118,7 +118,9 @@ def operands(case: Case, dtype: torch.dtype) -> tuple[list[torch.Tensor], dict[s
     return [*given, bias.to(dtype)], arguments
 
 
-def results(given: list[torch.Tensor], arguments: dict[str, Any], learn: bool, mode: str) -> list[torch.Tensor]:
+def results(
+    given: list[torch.Tensor], arguments: dict[str, Any], learn: bool, mode: str
+) -> list[torch.Tensor]:
     """Return attention and its gradients in one of the modes."""
     import isthmus
 
@@ -127,7 +129,9 @@ def results(given: list[torch.Tensor], arguments: dict[str, Any], learn: bool, m
 
     def both(*tensors: torch.Tensor) -> Any:
         mask = {} if len(tensors) == 3 else {"attn_mask": tensors[3]}
-        if arguments["is_causal"] and {**mask, **arguments}.get("attn_mask") is not None:  # torch wants one of them
+        if (
+            arguments["is_causal"] and {**mask, **arguments}.get("attn_mask") is not None
+        ):  # torch wants one of them
             tril = torch.ones(*tensors[0].shape[2:3], tensors[1].shape[2], dtype=torch.bool).tril()
             mask = {"attn_mask": arguments["attn_mask"] & tril.to(tensors[0].device)}
         out = F.scaled_dot_product_attention(
@@ -181,7 +185,9 @@ def main() -> None:
     """Print one line for each implementation this machine has."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", type=int, nargs=4, default=[8, 12, 1024, 64], metavar=("B", "H", "T", "D"))
-    parser.add_argument("--grid", action="store_true", help="check masks, lengths, widths and groups of heads")
+    parser.add_argument(
+        "--grid", action="store_true", help="check masks, lengths, widths and groups of heads"
+    )
     modes = ["eager", "lazy", "jit", "compiled"]
     parser.add_argument("--modes", nargs="+", choices=modes, default=modes)
     parser.add_argument("--peer", action="store_true", help=argparse.SUPPRESS)

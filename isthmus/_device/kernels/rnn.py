@@ -1,7 +1,7 @@
 """LSTMs as one op for each layer and direction, and fused cells for what is left: GRUs, packed sequences, projections.
 
-torch takes an LSTM apart into ops for each time step, some ten of them; ``aten.mkldnn_rnn_layer``, which CPU torch uses,
-is a whole layer, has a derivative that can be differentiated again, and a lowering: one scan (``_ops/nn/rnn.py``).
+torch takes an LSTM apart into some ten ops for each time step; ``aten.mkldnn_rnn_layer``, which CPU torch uses, is a
+whole layer, has a derivative that can be differentiated again, and a lowering: one scan (``_ops/nn/rnn.py``).
 
 The cells: torch's Meta kernels know only cells with two biases, or none at all. Zeros stand in for one that is missing.
 """
@@ -75,7 +75,17 @@ def lstm(
             weights = params[place * each : place * each + each]
             weights = weights if has_biases else [*weights, *[_no_bias(weights[0])] * 2]
             states = (hx[0][place], hx[1][place])
-            options = (direction == 1, [], _LSTM, hx[0].size(2), 1, has_biases, False, False, train)
+            options: tuple[Any, ...] = (
+                direction == 1,
+                [],
+                _LSTM,
+                hx[0].size(2),
+                1,
+                has_biases,
+                False,
+                False,
+                train,
+            )
             y, h, c, _ = _LAYER(x, *weights, *states, *options)
             outputs.append(y)
             hidden.append(h)
