@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from isthmus._device.core.dispatch import kernel_for
-from isthmus._device.torch_glue.private import in_forward_ad
 from isthmus._graph.names import aten as _aten
 from isthmus._ops.registry import registry
 
@@ -102,7 +101,7 @@ def _no_bias(weight: Tensor) -> Tensor:
 
 def _fits(input: Tensor, hx: list[Tensor], params: list[Tensor], has_biases: bool, layers: int) -> bool:
     """Return whether a layer is what the one op computes; everything else, errors included, is torch's."""
-    if _LAYER not in registry or in_forward_ad() or input.dim() != 3 or 0 in input.shape or len(hx) != 2:
+    if _LAYER not in registry or input.dim() != 3 or 0 in input.shape or len(hx) != 2:
         return False
     tensors = [input, *hx, *params]
     if not all(t.dtype == input.dtype and t.device == input.device for t in tensors):
