@@ -6,8 +6,8 @@ tensor dies or moves to other memory; an array that JAX had to copy is not, sinc
 
 On CUDA the two libraries have streams of their own. An import records an event on torch's stream, for which whatever
 reads the array waits, and an export makes torch's stream wait for the program. So nothing has to wait on the host, if
-at least one argument of a call is imported anew: ``Arrivals`` does that for the first one. On the CPU nothing is cached,
-and the program must end before torch goes on (``waits``).
+at least one argument of a call is imported anew: ``Arrivals`` does that for the first one. On the CPU nothing is
+cached, and the program must end before torch goes on (``waits``).
 """
 
 from __future__ import annotations

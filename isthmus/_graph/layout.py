@@ -81,5 +81,5 @@ def packed_strides(size: Ints, stride: Ints) -> Ints:
 
 def channels_last_strides(size: Ints) -> Ints:
     """Return the strides of (batch, channels, height, width) whose channels lie side by side in memory."""
-    batch, channels, height, width = size
+    _, channels, height, width = size
     return (channels * height * width, 1, channels * width, channels)

@@ -1,8 +1,8 @@
 """Guards on values: a truth that was read while a function was recorded, and has to be what it was at every replay.
 
 ``isthmus.jit`` replays a program without the function's Python, so a value that Python reads must not change. Libraries
-read truths of their inputs to choose a faster way, as transformers does of padding masks: ``if mask.all()``. Such a read
-is answered, the program that computes it is kept, and a replay is preceded by its run::
+read truths of their inputs to choose a faster way, as transformers does of padding masks: ``if mask.all()``. Such a
+read is answered, the program that computes it is kept, and a replay is preceded by its run::
 
     def step(tokens, mask):          # mask.all() is read: False
         ...
@@ -32,9 +32,10 @@ class ValueGuard:
     """A truth computed of arguments, by their places, and what it was when it was read."""
 
     def __init__(self, node: Node, places: Mapping[int, int]) -> None:
-        self.program: Any = programs.family_of((node,)).find(frozenset())
+        program: Any = programs.family_of((node,)).find(frozenset())
+        self.program = program
         self.constants = self.program.pack_numbers(trace.numbers, trace.offsets)
-        slots: tuple[int, ...] = self.program.slots
+        slots: list[int] = [*program.slots]
         self.places = [places[id(trace.origins[at]())] for at in slots]
         arrays = [trace.arrays[at] for at in slots]
         self.value = self._compute(arrays)

@@ -125,6 +125,7 @@ ROWS = [
     row("bilinear", lambda: nn.Bilinear(3, 4, 5), (2, 3), (2, 4)),
     row("lstm", lambda: nn.LSTM(6, 4, 2, bidirectional=True), (5, 2, 6)),
     row("lstm, no bias", lambda: nn.LSTM(6, 4, bias=False, proj_size=3), (5, 2, 6)),
+    row("lstm, batch first", lambda: nn.LSTM(6, 4, 2, bias=False, batch_first=True), (2, 5, 6)),
     row("lstm, packed", lambda: Packed(nn.LSTM(6, 4, batch_first=True, bidirectional=True)), (2, 5, 6)),
     row("gru", lambda: nn.GRU(6, 4, 2), (5, 2, 6)),
     row("gru, no bias", lambda: nn.GRU(6, 4, bias=False), (5, 2, 6)),

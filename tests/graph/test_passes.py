@@ -39,8 +39,16 @@ def fold_constants(x: torch.Tensor) -> torch.Tensor:
     return (x * torch.ones(4, dtype=torch.int64, device=x.device).to(torch.float32)).sum()
 
 
+def attention_masks(x: torch.Tensor) -> torch.Tensor:
+    """Attention under a mask made of numbers alone, as transformers makes it."""
+    q, at = x[None, None], torch.arange(x.shape[0], device=x.device)
+    mask = (at[None, :] <= at[:, None])[None, None].expand(1, 1, -1, -1)
+    return F.scaled_dot_product_attention(q, q.sin(), q.cos(), attn_mask=mask).square().sum()
+
+
 PROGRAMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    function.__name__: function for function in (cross_entropy, slice_gradients, fold_views, fold_constants)
+    function.__name__: function
+    for function in (attention_masks, cross_entropy, slice_gradients, fold_views, fold_constants)
 }
 RUNS = [
     (each.name, mode, way)
@@ -175,3 +183,36 @@ def test_a_pass_cuts_graphs_of_its_modes(
     function = CUT_PROGRAMS[name]
     torch.testing.assert_close(function("jax").cpu(), function("cpu"))
     assert (mode, name) in changes()
+
+
+MASKS: dict[str, tuple[Callable[[Any], Any], bool]] = {
+    "causal": (lambda at: at[None, :] <= at[:, None], True),
+    "all": (lambda at: at[None, :] >= 0, True),
+    "window": (lambda at: (at[None, :] <= at[:, None]) & (at[None, :] > at[:, None] - 2), False),
+    "strictly causal": (lambda at: at[None, :] < at[:, None], False),
+    "all but one": (lambda at: at[None, :] > 0, False),
+    "numbers": (lambda at: (at[None, :] <= at[:, None]).float(), False),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_only_known_masks_are_left_out(name: str, changes: Any) -> None:
+    make, known = MASKS[name]
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        mask = make(torch.arange(4, device=x.device))
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask.expand(4, 4))
+
+    x = torch.randn(1, 2, 4, 8)
+    found = torch.compile(attend, backend="isthmus")(x.to("jax"))
+    assert torch.allclose(found.cpu(), attend(x), atol=1e-5)
+    assert (("compile", "attention_masks") in changes()) == known
+
+
+def test_a_mask_that_is_an_input_is_kept(changes: Any) -> None:
+    mask = torch.ones(4, 4, dtype=torch.bool).tril()
+    x = torch.randn(1, 2, 4, 8)
+    compiled = torch.compile(F.scaled_dot_product_attention, backend="isthmus")
+    found = compiled(*[x.to("jax")] * 3, mask.to("jax"))
+    assert torch.allclose(found.cpu(), F.scaled_dot_product_attention(x, x, x, mask), atol=1e-5)
+    assert not any(name == "attention_masks" for _, name in changes())

@@ -422,5 +422,5 @@ def test_modules_that_a_function_makes_are_no_strangers():
 def test_a_module_from_a_queue_is_a_stranger():
     queue = [[[nn.LeakyReLU(0.1)]], [[nn.LeakyReLU(0.3)]]] * 2
     x = -torch.ones(2, device="jax")
-    fast = isthmus.jit(lambda x: [*zip(*queue.pop(0), strict=True)][0][0](x))
+    fast = isthmus.jit(lambda x: next(zip(*queue.pop(0), strict=True))[0](x))
     assert [float(fast(x)[0]) for _ in range(4)] == [pytest.approx(-n) for n in (0.1, 0.3, 0.1, 0.3)]

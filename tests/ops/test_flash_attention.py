@@ -19,10 +19,12 @@ def kernel(q, k, v, bias, is_causal, scale):
 
 def check_operands(q, k, v, bias, is_causal):
     """Refuse what cuDNN's kernels do not take."""
-    assert q.shape[-1] % 8 == 0 and k.shape == v.shape
+    assert q.shape[-1] % 8 == 0
+    assert k.shape == v.shape
     assert not is_causal or q.shape[1] == k.shape[1]
     if bias is not None:
-        assert bias.dtype == q.dtype and bool(jnp.isfinite(bias).all())
+        assert bias.dtype == q.dtype
+        assert bool(jnp.isfinite(bias).all())
         assert bias.shape[2:] == (q.shape[1], k.shape[1])
         assert q.shape[1] % 2 == k.shape[1] % 2 == 0
 

@@ -1,7 +1,7 @@
 """LSTMs as one op for each layer and direction; packed sequences, projections, GRUs and others stay torch's.
 
-torch takes an LSTM apart into ops for each time step, some ten of them; ``aten.mkldnn_rnn_layer``, which CPU torch
-uses, is a whole layer, has a derivative that can be differentiated again, and a lowering: one scan (``_ops/nn/rnn.py``).
+torch takes an LSTM apart into some ten ops for each time step; ``aten.mkldnn_rnn_layer``, which CPU torch uses, is a
+whole layer, has a derivative that can be differentiated again, and a lowering: one scan (``_ops/nn/rnn.py``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isthmus._device.torch_glue.private import in_forward_ad
 from isthmus._graph.names import aten as _aten
 from isthmus._ops.registry import registry
 
@@ -74,7 +73,7 @@ def _no_bias(weight: Tensor) -> Tensor:
 
 def _fits(input: Tensor, hx: list[Tensor], params: list[Tensor], has_biases: bool, layers: int) -> bool:
     """Return whether a layer is what the one op computes; everything else, errors included, is torch's."""
-    if _LAYER not in registry or in_forward_ad() or input.dim() != 3 or 0 in input.shape or len(hx) != 2:
+    if _LAYER not in registry or input.dim() != 3 or 0 in input.shape or len(hx) != 2:
         return False
     tensors = [input, *hx, *params]
     if not all(t.dtype == input.dtype and t.device == input.device for t in tensors):

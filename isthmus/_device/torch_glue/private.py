@@ -200,12 +200,6 @@ def fused_attention_enabled() -> bool:
     return bool(torch._C._get_overrideable_sdp_enabled())
 
 
-@optional("forward-mode differentiation does not reach nn.LSTM", lambda: False)
-def in_forward_ad() -> bool:
-    """Return whether ``torch.autograd.forward_ad`` is in use, on any level."""
-    return bool(torch.autograd.forward_ad._current_level >= 0)
-
-
 @optional("`isthmus ops` and `isthmus where` know no ops but those with a lowering", list)
 def op_names() -> list[str]:
     """Return the full name of every op torch's dispatcher knows; TorchScript's own overloads are not among them."""

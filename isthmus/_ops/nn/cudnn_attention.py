@@ -122,7 +122,7 @@ def gradients(
     if fitted.seen is not None:
         sums = jnp.where(fitted.seen, sums, 0.0)
     sums = jnp.pad(sums, ((0, 0), (0, 0), (0, q.shape[1] - sums.shape[2])))
-    dq, dk, dv, *db = private.cudnn_attention_gradients(
+    dq, dk, dv, *of_bias = private.cudnn_attention_gradients(
         g, q, k, v, fitted.bias, o, sums, fitted.causal, scale, bias_gradient
     )
     found = (_cut(dq, query), _cut(dk, key), _cut(dv, value))
@@ -130,6 +130,6 @@ def gradients(
         return (*found, None)
     assert bias is not None
     # The bias was broadcast, so its gradient is summed.
-    whole = db[0][:, :, : query.shape[2], : key.shape[2]]
-    broadcast = tuple(dim for dim, (a, b) in enumerate(zip(bias.shape, whole.shape, strict=True)) if a != b)
-    return (*found, cast(cast(whole, jnp.float32).sum(broadcast, keepdims=True), bias.dtype))
+    db = of_bias[0][:, :, : query.shape[2], : key.shape[2]]
+    broadcast = tuple(dim for dim, (a, b) in enumerate(zip(bias.shape, db.shape, strict=True)) if a != b)
+    return (*found, cast(cast(db, jnp.float32).sum(broadcast, keepdims=True), bias.dtype))
