@@ -280,8 +280,8 @@ def batches() -> None:
 
 
 # Random and uninitialised results have no oracle; sparse tensors and complex32 are not on the device; as_strided shows
-# a storage that a copy has not; tensor_split takes a tensor of the CPU; float32 is too coarse for matrix_exp to agree to
-# four digits on one device either; the signs of factors are free.
+# a storage that a copy has not; tensor_split takes a tensor of the CPU; float32 is too coarse for matrix_exp to agree
+# to four digits on one device either; the signs of factors are free.
 SKIPPED = (
     "_refs", "sparse", "empty", "new_empty", "rand", "normal", "uniform", "bernoulli", "multinomial", "cauchy",
     "nn.functional.dropout", "nn.functional.alpha", "nn.functional.feature", "exponential", "geometric", "log_normal",
