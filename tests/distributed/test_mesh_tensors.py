@@ -9,7 +9,7 @@ from tests.distributed.mesh_process import run
 # Checks share a process, since starting one takes longer than most of them.
 TOGETHER = [
     ["arrays", "placements", "random_numbers", "batches", "one_device_again"],
-    ["followers", "redistributing"],
+    ["followers", "redistributing", "ops"],
     ["existing_tensors_move", "modules", "experts"],
 ]
 
