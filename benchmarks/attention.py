@@ -1,4 +1,7 @@
-"""Causal attention, forward and backward: the device's, torch's own on CUDA or the CPU, and hand-written JAX.
+"""Attention, forward and backward: the device's, torch's own on CUDA or the CPU, and hand-written JAX.
+
+    python benchmarks/attention.py            # causal attention, timed
+    python benchmarks/attention.py --grid     # masks, lengths, widths and groups of heads, checked in every mode
 
 Every number is a median of repeats in one run, in milliseconds; "error" is the largest difference from
 attention computed in float64 over the largest value.
@@ -65,10 +68,128 @@ def in_jax(inputs: list[np.ndarray], dtype: Any, implementation: str) -> tuple[f
     return spent, [torch.from_numpy(x.copy()).double() for x in wide]
 
 
+Case = dict[str, Any]
+GRID: dict[str, Case] = {
+    "no mask": {},
+    "causal": {"causal": True},
+    "causal, 2 key heads": {"causal": True, "key_heads": 2},
+    "causal, lengths differ": {"causal": True, "keys": 97},
+    "padding": {"mask": (3, 1, 1, -1)},
+    "padding, 2 key heads": {"mask": (3, 1, 1, -1), "key_heads": 2},
+    "padding, odd lengths": {"mask": (3, 1, 1, -1), "queries": 129, "keys": 131},
+    "bool": {"mask": (3, 1, 130, -1)},
+    "bool, per head": {"mask": (3, 4, 130, -1)},
+    "bool, one for all": {"mask": (130, -1)},
+    "bool and causal": {"mask": (3, 1, 130, -1), "causal": True},
+    "bool, rows see nothing": {"mask": (3, 1, 130, -1), "empty": True},
+    "float": {"mask": (3, 1, 130, -1), "number": True},
+    "float, rows see nothing": {"mask": (3, 4, 130, -1), "number": True, "empty": True},
+    "float with gradient": {"mask": (1, 4, 130, -1), "number": True, "learn": True},
+    "float with gradient, no heads": {"mask": (130, -1), "number": True, "learn": True},
+    "float with gradient, batch": {"mask": (3, 1, 130, -1), "number": True, "learn": True},
+    "width 20": {"width": 20},
+    "width 20, padding": {"width": 20, "mask": (3, 1, 1, -1)},
+    "width 80, causal": {"width": 80, "causal": True},
+    "width 128, padding": {"width": 128, "mask": (3, 1, 1, -1)},
+    "width 256, padding": {"width": 256, "mask": (3, 1, 1, -1)},
+    "width 256, causal": {"width": 256, "causal": True},
+    "one query": {"queries": 1},
+    "one query, padding": {"queries": 1, "mask": (3, 1, 1, -1)},
+    "16 queries, padding": {"queries": 16, "mask": (3, 1, 1, -1)},
+}
+
+
+def operands(case: Case, dtype: torch.dtype) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Return query, key, value and, where there is one, a floating mask; and the other arguments."""
+    generator = torch.Generator().manual_seed(0)
+    queries, keys, width = case.get("queries", 130), case.get("keys", 130), case.get("width", 64)
+    shapes = [(3, 4, queries, width), *[(3, case.get("key_heads", 4), keys, width)] * 2]
+    given = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    arguments: dict[str, Any] = {"is_causal": case.get("causal", False), "enable_gqa": "key_heads" in case}
+    if "mask" not in case:
+        return given, arguments
+    mask = torch.rand([*case["mask"][:-1], keys], generator=generator) < 0.7
+    mask[..., 0] = True
+    if case.get("empty"):
+        mask[..., 5:9, :] = False
+    if not case.get("number"):
+        return given, arguments | {"attn_mask": mask}
+    bias = torch.randn(mask.shape, generator=generator).masked_fill(~mask, -torch.inf)
+    return [*given, bias.to(dtype)], arguments
+
+
+def results(
+    given: list[torch.Tensor], arguments: dict[str, Any], learn: bool, mode: str
+) -> list[torch.Tensor]:
+    """Return attention and its gradients in one of the modes."""
+    import isthmus
+
+    leaves = [x.clone().detach().requires_grad_(n < 3 or learn) for n, x in enumerate(given)]
+    weights = torch.randn(given[0].shape, generator=torch.Generator().manual_seed(1)).to(leaves[0])
+
+    def both(*tensors: torch.Tensor) -> Any:
+        mask = {} if len(tensors) == 3 else {"attn_mask": tensors[3]}
+        if (
+            arguments["is_causal"] and {**mask, **arguments}.get("attn_mask") is not None
+        ):  # torch wants one of them
+            tril = torch.ones(*tensors[0].shape[2:3], tensors[1].shape[2], dtype=torch.bool).tril()
+            mask = {"attn_mask": arguments["attn_mask"] & tril.to(tensors[0].device)}
+        out = F.scaled_dot_product_attention(
+            *tensors[:3], **{**arguments, **mask, "is_causal": arguments["is_causal"] and not mask}
+        )
+        wanted = [t for t in tensors if t.requires_grad]
+        return (out.detach(), *torch.autograd.grad((out * weights).sum(), wanted))
+
+    if mode == "lazy":
+        with isthmus.lazy():
+            return list(both(*leaves))
+    if mode == "jit":
+        return list(isthmus.jit(both)(*leaves))
+    if mode == "compiled":
+        out = torch.compile(lambda *t: both(*t)[0], backend="isthmus")(*leaves)
+        return [out, *both(*leaves)[1:]]
+    return list(both(*leaves))
+
+
+def grid(modes: list[str]) -> None:
+    """Print the error of every case in half types, and whether it is more than rounding."""
+    import isthmus
+
+    worst = 0.0
+    for dtype in (torch.bfloat16, torch.float16):
+        for title, case in GRID.items():
+            given, arguments = operands(case, dtype)
+            learn = case.get("learn", False)
+            truth = results([x.double() for x in given], arguments, learn, "eager")
+            moved = {k: v.to("jax") if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+            rows = []
+            for mode in modes:
+                torch._dynamo.reset()
+                try:
+                    found = results([x.to("jax") for x in given], moved, learn, mode)
+                except Exception as error:
+                    rows.append(f"{mode} {type(error).__name__}: {str(error)[:300]}")
+                    worst = float("inf")
+                    continue
+                pairs = zip([x.cpu().double() for x in found], truth, strict=True)
+                errors = [float((f - t).abs().max() / t.abs().max()) for f, t in pairs]
+                worst = max(worst, *errors)
+                rows.append(f"{mode} {max(errors):.1e}")
+            print(f"{str(dtype)[6:]:10}{title:32}{'  '.join(rows)}", flush=True)
+    # bfloat16 keeps 8 bits; the gradients of keys are sums of as many rounded terms as there are queries.
+    print(f"{'ok' if worst < 2e-2 else 'MISSED'}: the largest error is {worst:.1e}, at most 2e-2")
+    print(f"fallbacks to the CPU: {isthmus.metrics.fallbacks() or 'none'}")
+
+
 def main() -> None:
     """Print one line for each implementation this machine has."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", type=int, nargs=4, default=[8, 12, 1024, 64], metavar=("B", "H", "T", "D"))
+    parser.add_argument(
+        "--grid", action="store_true", help="check masks, lengths, widths and groups of heads"
+    )
+    modes = ["eager", "lazy", "jit", "compiled"]
+    parser.add_argument("--modes", nargs="+", choices=modes, default=modes)
     parser.add_argument("--peer", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     shape = options.shape
@@ -76,6 +197,8 @@ def main() -> None:
         return peer(shape)
     import isthmus  # noqa: F401
 
+    if options.grid:
+        return grid(options.modes)
     rng = np.random.default_rng(0)
     inputs = [rng.standard_normal(shape, np.float32) for _ in range(3)]
     _, truth = in_torch("cpu", [x[:1] for x in inputs], torch.float64)

@@ -22,6 +22,7 @@ from isthmus._distributed.hosts import initialize
 from isthmus._distributed.mesh import DeviceMesh, init_device_mesh
 from isthmus._distributed.styles import ExpertParallel, parallelize_module
 from isthmus._distributed.tensors import distribute_tensor, redistribute, shard_, sharding_of, visualize
+from isthmus._interop.checkpoints import follow_parameters
 
 __all__ = [
     "DeviceMesh",
@@ -29,6 +30,7 @@ __all__ = [
     "ShardingWarning",
     "check_replicas",
     "distribute_tensor",
+    "follow_parameters",
     "fully_shard",
     "init_device_mesh",
     "initialize",

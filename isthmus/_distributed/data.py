@@ -10,10 +10,10 @@ import jax
 import numpy as np
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
-from torch.utils._pytree import tree_map
 
 from isthmus._device.core.buffer import wrap
 from isthmus._device.core.host_tensors import numpy_from_cpu
+from isthmus._device.torch_glue.pytree import tree_map
 from isthmus._distributed.fully_shard import ShardingWarning
 from isthmus._distributed.mesh import DeviceMesh, check_current, sharding_for
 from isthmus._distributed.tensors import distribute_tensor

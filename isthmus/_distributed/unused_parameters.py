@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from isthmus._device.torch_glue import patches
+from isthmus._device.torch_glue.pytree import tree_flatten, tree_unflatten
 
 Tensor = torch.Tensor
 _OWNER = "torch.nn.parallel.distributed.DistributedDataParallel"

@@ -18,7 +18,6 @@ from isthmus._dynamo.fast_path import quick
 from isthmus._dynamo.options import Options, check_mode, parse
 from isthmus._dynamo.private import (
     allow_registering_again,
-    aot_autograd,
     give_attention_shapes,
     keep_optimizer_steps_on_device,
     only_calls_graph,
@@ -46,6 +45,8 @@ def isthmus(
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """Compile one graph of Dynamo's: forward and backward become XLA programs."""
+    from torch._dynamo.backends.common import aot_autograd
+
     check_mode(mode)
     chosen = parse(options)
     if refuses_a_write(module.graph):

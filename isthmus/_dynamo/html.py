@@ -92,6 +92,7 @@ def _graph(graph: Graph) -> str:
     texts = [("FX graph", graph.text())]
     for cluster in graph.clusters:
         for made in cluster.compiled:
+            texts.append((f"Graph of {made.name}", str(made.graph)))
             texts += [(f"StableHLO of {made.name}", made.stablehlo()), (f"HLO of {made.name}", made.hlo())]
     folded = "".join(_details(title, text) for title, text in texts)
     return f"<h2>{escape(graph.name)}</h2>{_picture(graph)}{folded}"

@@ -21,6 +21,7 @@ from torch.fx import Graph as FxGraph
 from torch.fx import Node as FxNode
 
 from isthmus import config
+from isthmus._dynamo.private import without_modes
 from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import Call, Input, Item, Leaf, Node, Type, call_of, node, temporary
 from isthmus._graph.passes import PASSES, log_change
@@ -43,7 +44,8 @@ def optimise(graph: FxGraph) -> None:
             continue
         with temporary():
             mirror = _Mirror(graph)
-            rule = each.rule(Graph.of([n for n in mirror.nodes.values() if isinstance(n, Node)]))
+            with without_modes():  # a pass may compute constants
+                rule = each.rule(Graph.of([n for n in mirror.nodes.values() if isinstance(n, Node)]))
             if rule is None:
                 continue
             before = str(graph) if config.current.log == "passes" else ""
@@ -85,14 +87,18 @@ class _Mirror:
         if not isinstance(op, OpOverload) or schema_of(op).mutated:
             return None
         values = value if isinstance(value, (list, tuple)) else [value]
-        if not values or not all(each is None or isinstance(each, Tensor) for each in values):
+        # A result that is a number, as attention returns its lengths, is known: nothing reads it from the graph.
+        if not values or not all(each is None or isinstance(each, (Tensor, int)) for each in values):
+            return None
+        types = [_type(each) if isinstance(each, Tensor) else None for each in values]
+        if not any(types):
             return None
         inputs: list[Node] = []
         names = [argument.name for argument in schema_of(op).arguments]
         arguments = dict(zip(names, fx.args, strict=False)) | fx.kwargs
         try:
             named = {name: self._argument(argument, inputs) for name, argument in arguments.items()}
-            call = call_of(op, named, [None if each is None else _type(each) for each in values])
+            call = call_of(op, named, types)
         except TypeError:  # an argument that cannot be compared
             return None
         return node(call, *inputs)

@@ -252,17 +252,6 @@ def _adds_nothing(meta: Any) -> bool:
     ) and all(plain)
 
 
-@optional("torch.compile runs its graphs op by op", lambda **options: lambda module, inputs: module.forward)
-def aot_autograd(**options: Any) -> Callable[..., Any]:
-    """Return a backend that gets functional graphs of forward and backward; docs of torch name its maker."""
-    from torch._dynamo.backends.common import aot_autograd
-
-    backend = aot_autograd(**options)
-    if not callable(backend):
-        raise TypeError("torch._dynamo.backends.common.aot_autograd makes no backend")
-    return backend
-
-
 @optional("calls that the CPU's kernels refuse may be compiled", contextlib.nullcontext)
 def without_modes() -> Any:
     """Return a guard under which calls are not traced: the modes of AOTAutograd would see them."""

@@ -118,6 +118,7 @@ def _gather(args: list[Any]) -> tuple[list[Any], list[Any]]:
     """
     key: list[Any] = []
     sources: list[Any] = []
+    arrive = dlpack.Arrivals()
     for arg in args:
         if not isinstance(arg, Tensor):
             key.append(static_part(arg))
@@ -125,7 +126,7 @@ def _gather(args: list[Any]) -> tuple[list[Any], list[Any]]:
         try:
             buffer = arg.untyped_storage()._buffer  # type: ignore[attr-defined]
         except AttributeError:
-            sources.append(dlpack.arrive(arg))
+            sources.append(arrive(arg))
             key.append((arg.device, arg.dtype, arg.shape, arg.stride()))
             continue
         offset = arg.storage_offset()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +21,23 @@ from isthmus._dynamo.convert import Conversion
 from isthmus._dynamo.layout import root_of
 from isthmus._dynamo.saved_tensors import KEEP, Contents, Part, token
 from isthmus._graph import view_calls
-from isthmus._graph.layout import Spec, packed_strides
+from isthmus._graph.layout import Spec, channels_last_strides, packed_strides
 from isthmus._graph.nodes import Node
+from isthmus._runtime.compiler import platform
 from isthmus._runtime.dtypes import to_jax_dtype
 
+_aten = torch.ops.aten
+# Ops whose first argument and first result are images, (batch, channels, height, width).
+_ON_IMAGES = {
+    _aten.convolution.default,
+    _aten._native_batch_norm_legit_functional.default,
+    _aten._native_batch_norm_legit_no_training.default,
+    _aten._native_batch_norm_legit.no_stats,
+    _aten.native_batch_norm.default,
+    _aten.max_pool2d_with_indices.default,
+    _aten.avg_pool2d.default,
+    _aten._adaptive_avg_pool2d.default,
+}
 _Wrap = Callable[[list[Any], list[Any]], Any]
 Shardings = Sequence[Any] | None
 
@@ -123,7 +137,8 @@ class Returns:
             pieces = [self._size(n) for n in saved if root_of(n) is root]
             if view is None or _fits(self._size(root), pieces):
                 root, start = each, 0
-                specs[root] = spec = Spec(spec.size, packed_strides(spec.size, spec.stride), spec.dtype)
+                like = channels_last_strides(spec.size) if _is_image(each) else spec.stride
+                specs[root] = spec = Spec(spec.size, packed_strides(spec.size, like), spec.dtype)
             else:
                 start = view.start
                 specs[root] = self.symbols.root_spec(root, self._size(root))
@@ -184,6 +199,21 @@ class Returns:
                 return [step(args, fresh) for step in steps]
 
         return (lambda args, outputs: wrap(args, outputs)[0]) if self.single else wrap
+
+
+def _is_image(fx: FxNode) -> bool:
+    """Return whether a saved value is better laid out with its channels last.
+
+    XLA's convolutions on GPUs have them there, so between them nothing is transposed; a value that leaves a program has
+    the layout of its spec, and one that enters the next as well. What is saved no one else looks at.
+    """
+    if platform() != "gpu" or fx.meta["val"].dim() != 4:
+        return False
+    root = root_of(fx)
+    source = root.args[0] if root.target is operator.getitem else root
+    if isinstance(source, FxNode) and source.target in _ON_IMAGES:
+        return True
+    return any(user.target in _ON_IMAGES and user.args[0] is one for one in (fx, root) for user in one.users)
 
 
 def _fits(whole: tuple[int, ...], parts: Sequence[tuple[int, ...]]) -> bool:

@@ -16,6 +16,7 @@ from isthmus._device.checks import value_checks
 from isthmus._device.core.buffer import buffer_of
 from isthmus._device.core.slots import TensorSlot
 from isthmus._dynamo import compile_log, dlpack
+from isthmus._dynamo.saved_tensors import Contents
 from isthmus._dynamo.specialization import SavedSlot, Specialization
 from isthmus._program import runner, staged
 
@@ -35,6 +36,9 @@ class Run:
         slots = zip(one.local, one.slots, strict=True)
         tensors = [here for here, slot in slots if isinstance(slot, (TensorSlot, SavedSlot))]
         self.foreign, self.checked = not all(tensors), bool(self.program.checks.errors)
+        # torch's stream waits for what leaves the program; what forward saves does not leave it.
+        leaves = bool(self.targets) or any(not isinstance(spec, Contents) for spec in one.returns.specs)
+        self.waits = self.foreign and (dlpack.waits(one.devices) or not leaves)
         self.rebind = _rebinder(one, self.targets)
         # Where every source is a buffer and nothing is written or required, a run is no more than a call.
         plain = not self.foreign and len(tensors) == len(one.inputs)
@@ -67,7 +71,7 @@ class Run:
         def bind(results: Sequence[Any]) -> None:
             if self.kept and not args[self.kept[0]].is_inference():
                 torch.autograd.graph.increment_version([args[at] for at in self.kept])
-            if self.foreign:
+            if self.waits:
                 jax.block_until_ready(results)
             if self.targets:
                 self.rebind(args, results)
@@ -92,13 +96,20 @@ def _rebinder(one: Specialization, places: list[int]) -> Callable[[list[Any], Se
             torch.autograd.graph.increment_version(targets)
 
     def copy_back(args: list[Any], outputs: Sequence[Any]) -> None:
+        foreign: dict[tuple[torch.device, torch.dtype], tuple[list[Any], list[Any]]] = {}
         for at, slot, value in zip(places, slots, outputs, strict=False):
             target = args[at]
             if target.device.type == "jax":
                 buffer_of(target).bind(value)
                 torch.autograd.graph.increment_version(target)
                 continue
-            with torch.no_grad():
-                target.copy_(dlpack.depart(value, slot.spec.size, slot.spec.stride, target.device))
+            new = dlpack.depart(value, slot.spec.size, slot.spec.stride, target.device)
+            targets, values = foreign.setdefault((target.device, target.dtype), ([], []))
+            targets.append(target)
+            values.append(new)
+        # One call for all: an optimizer's step writes hundreds of tensors.
+        with torch.no_grad():
+            for targets, values in foreign.values():
+                torch._foreach_copy_(targets, values)
 
     return rebind if all(one.local[at] for at in places) else copy_back

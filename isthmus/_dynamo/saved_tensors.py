@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from isthmus._device.core.buffer import Buffer, Signature, wrap_strided
+from isthmus._device.core.buffer import Buffer, Signature, new_tensor, wrap_strided
 from isthmus._device.core.strided import read
 from isthmus._device.core.transfers import array_of
-from isthmus._device.torch_glue.private import empty_tensor, is_fake
+from isthmus._device.torch_glue.private import is_fake
 from isthmus._dynamo.layout import root_of
 from isthmus._graph.layout import Spec, contiguous_strides
 from isthmus.errors import IsthmusError
@@ -69,9 +69,7 @@ class Kept(Buffer):
 
 def token(arrays: tuple[Array, ...], contents: Contents) -> Tensor:
     """Return the tensor that holds these arrays."""
-    tensor = empty_tensor((0,), torch.uint8)
-    tensor.untyped_storage()._buffer = Kept(arrays, contents)  # type: ignore[attr-defined, arg-type]
-    return tensor
+    return new_tensor((0,), None, torch.uint8, Kept(arrays, contents))  # type: ignore[arg-type]
 
 
 def contents_of(tensor: Any) -> Contents | None:

@@ -55,6 +55,7 @@ class Specialization:
         index = iter(range(len(sources)))
         self.slots = [_slot(arg, index) for arg in args]
         self.local = [isinstance(a, Tensor) and a.device.type == "jax" for a in args]
+        self.devices = {a.device.type for a in args if isinstance(a, Tensor) and contents_of(a) is None}
         for arg in [arg for arg, local in zip(args, self.local, strict=True) if local]:
             check_reach(arg)
         # Targets on one storage are written one after another; each group of them is one output. A tensor of another

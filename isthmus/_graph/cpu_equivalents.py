@@ -34,6 +34,7 @@ def as_strided_scatter(
 ) -> Tensor:
     """Write a view of such a storage; where the view shows an element twice, the last write wins."""
     written = self.clone(memory_format=torch.contiguous_format)
+    # Stride 0 shows an element n times, which ``copy_`` refuses to write to: the last of the n values is written.
     last = tuple(slice(n - 1, n) if step == 0 else slice(None) for n, step in zip(size, stride, strict=True))
     src = src[last]
     written.as_strided(src.shape, stride, storage_offset or 0).copy_(src)
@@ -126,6 +127,7 @@ def _attention(
 def _log_sums(
     query: Tensor, key: Tensor, bias: Tensor | None, is_causal: bool, scale: float | None
 ) -> Tensor:
+    # Grouped-query attention: each head of key and value serves several of the query.
     key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
     logits = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
     seen = torch.ones(logits.shape[-2:], dtype=torch.bool).tril() if is_causal else bias
@@ -149,7 +151,7 @@ def attention(
     q, k, v = _wide(query), _wide(key), _wide(value)
     out = _attention(q, k, v, bias, is_causal, scale).to(query.dtype)
     sums = _log_sums(q, k, bias, is_causal, scale).float()
-    nothing = torch.zeros((), dtype=torch.int64)
+    nothing = torch.zeros((), dtype=torch.int64)  # the seed and offset of dropout, of which there is none
     return out, sums, None, None, query.shape[-2], key.shape[-2], nothing, nothing, None
 
 

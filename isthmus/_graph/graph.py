@@ -81,6 +81,7 @@ class Graph:
 def _place(node: Node) -> tuple[Any, ...]:
     leaf = node.call
     assert isinstance(leaf, Leaf)
+    # Numbers of one dtype stand together, so that a program can take them as one vector.
     return (_ORDER[leaf.kind], str(leaf.type.dtype) if leaf.kind == "number" else "", leaf.index)
 
 
@@ -104,7 +105,7 @@ def evaluate(
     """Compute a graph: ``run`` gets a call's node and its inputs, and returns a list where it has several results."""
     results: dict[Node, Any] = dict(zip(graph.inputs, values, strict=True))
     # What is no longer needed is let go, so that memory is bounded as an eager program's is.
-    last = {each: n for n in graph.nodes for each in n.inputs}
+    last = {each: n for n in graph.nodes for each in n.inputs}  # later users overwrite earlier ones
     outputs = set(graph.outputs)
     for n in graph.nodes:
         inputs = [results[i] for i in n.inputs]
@@ -167,7 +168,7 @@ def _check_call(node: Node) -> None:
         names = {a.name for a in schema.arguments}
         _demand(all(name in names for name, _ in call.arguments), f"{call.op} has no such argument")
     used = {n for _, value in call.arguments for n in _inputs_in(value)}
-    used |= {len(node.inputs) - 1} if call.random else set()
+    used |= {len(node.inputs) - 1} if call.random else set()  # the draw is no argument of the schema
     _demand(used == set(range(len(node.inputs))), f"{call.op} does not name its inputs")
     _demand(all(len(i.types) == 1 for i in node.inputs), f"{call.op} reads several results as one")
 

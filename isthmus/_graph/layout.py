@@ -29,7 +29,7 @@ def contiguous_strides(size: Sequence[int]) -> Ints:
     strides, step = [], 1
     for n in reversed(size):
         strides.append(step)
-        step *= max(n, 1)
+        step *= max(n, 1)  # torch counts an empty dim as one element wide
     return tuple(reversed(strides))
 
 
@@ -68,6 +68,7 @@ def storage_shape(size: Ints, stride: Ints) -> Ints:
 
 def storage_order(size: Ints, stride: Ints) -> list[int]:
     """Return the dims from the largest stride to the smallest."""
+    # Dims of equal strides (lengths of one, expanded dims) stay in order, so that a row-major layout is the identity.
     return sorted(range(len(size)), key=lambda d: (-stride[d], d))
 
 
@@ -76,3 +77,9 @@ def packed_strides(size: Ints, stride: Ints) -> Ints:
     order = storage_order(size, stride)
     packed = dict(zip(order, contiguous_strides([size[d] for d in order]), strict=True))
     return tuple(packed[d] for d in range(len(size)))
+
+
+def channels_last_strides(size: Ints) -> Ints:
+    """Return the strides of (batch, channels, height, width) whose channels lie side by side in memory."""
+    batch, channels, height, width = size
+    return (channels * height * width, 1, channels * width, channels)

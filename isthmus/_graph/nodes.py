@@ -104,6 +104,7 @@ class Node:
             self.types: tuple[Type | None, ...] = (inputs[0].types[call.index],)
         else:
             self.types = (call.type,) if isinstance(call, Leaf) else call.types
+        # Items are made with their call, not interned: the call is, so each of its results is one object as well.
         if len(self.types) != 1:
             self.results = tuple(
                 None if t is None else Node(Item(n), (self,)) for n, t in enumerate(self.types)
@@ -120,6 +121,8 @@ class Node:
         return f"Node({self.call!r})"
 
 
+# Bounded by ``forget_all_but``, which lazy mode calls when the tables have grown; clearing one of them alone would give
+# two objects for one value.
 _calls: dict[tuple[Any, ...], Call] = {}
 _table: dict[tuple[Any, ...], Node] = {}
 _leaves: dict[Leaf, Node] = {}
@@ -141,6 +144,7 @@ def call_of(
     named = canonical(op, arguments)
     parts = (tuple(types), context, random, draw, layouts)
     key = (op, exact(named), *parts)
+    # ``setdefault`` is atomic: of two threads that make a call at once, both get the first one's.
     return _calls.get(key) or _calls.setdefault(key, Call(op, named, *parts))
 
 
@@ -208,10 +212,12 @@ def forget_all_but(roots: Iterable[Node]) -> None:
     alive = list(reachable(roots))
     calls = {n.call for n in alive}
     table = {(n.call, *n.inputs): n for n in alive if isinstance(n.call, Call)}
+    # Rewritten in place: recording holds on to the dict (``TABLE``).
     _table.clear()
     _table.update(table)
     for key in [key for key, call in _calls.items() if call not in calls]:
         del _calls[key]
+    # Numbers, offsets and draws have few types, so their leaves are few; arrays come in every shape.
     for leaf in [leaf for leaf in _leaves if leaf.kind == "array" and leaf not in calls]:
         del _leaves[leaf]
 

@@ -48,6 +48,7 @@ class Reference:
             # Whatever mode the caller is in, a recorded call has the dtypes that were recorded.
             with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
                 results = evaluate(graph, values, run_node)
+                # A clone: an output may be a view of an input, or of another output, which callers may write to.
                 return [value.clone(memory_format=torch.contiguous_format) for value in results]
 
         return run
@@ -136,6 +137,7 @@ def _checked(call: Call, result: Any, type: Type | None) -> Tensor | None:
     actual = Type(tuple(result.shape), result.dtype) if isinstance(result, Tensor) else None
     if actual != type:
         raise IsthmusError(f"{call.op} gave {actual or 'nothing'} on the CPU where {type} was recorded")
+    # A lazy conjugate or negative is a bit on the tensor, which a raw read of its memory would miss.
     return result.resolve_conj().resolve_neg()
 
 

@@ -41,6 +41,7 @@ def read(storage: Type, spec: Spec, offset: bool, start: int = 0) -> list[Call]:
         return [*calls, _strided(typed, spec, with_offset=offset, start=start)]
     if typed.size == size and stride == contiguous_strides(size):
         return calls
+    # As many elements as the storage has and no offset: nothing is left out, so no gather (as_strided) is needed.
     if math.prod(typed.size) == math.prod(size):
         if stride == contiguous_strides(size):
             return [*calls, view(typed, size)]
@@ -58,6 +59,7 @@ def _typed(storage: Type, dtype: torch.dtype) -> tuple[list[Call], Type]:
     """Return the calls that make a storage one of another dtype, and what it is then."""
     if storage.dtype == dtype:
         return [], storage
+    # torch's view(dtype) regroups the last dim alone, so bytes are regrouped flat.
     flat = Type((math.prod(storage.size),), storage.dtype)
     typed = Type((storage.nbytes // dtype.itemsize,), dtype)
     again = call_of(_aten.view.dtype, {"self": Input(0), "dtype": dtype}, [typed])
@@ -119,6 +121,7 @@ def replaces(storage: Type, spec: Spec, offset: bool) -> list[Call] | None:
         return None
     if not is_dense(size, stride) or 0 in size:
         return None
+    # Dense and as many elements: the write covers the storage, and its old value is not read at all.
     calls = store(spec)
     now = calls[-1].types[0] if calls else Type(size, spec.dtype)
     assert now is not None
@@ -195,6 +198,7 @@ def write_node(storage: Node, spec: Spec, new: Node, offset: Node | None = None,
     whole = replaces(storage.type, spec, offset is not None or start != 0)
     if whole is not None:
         return chained(whole, new)
+    # Element for element into the old storage; the way back restores its dtype and shape.
     before, write, after = scatter(storage.type, spec, offset is not None, start)
     extra = () if offset is None else (offset,)
     return chained(after, node(write, chained(before, storage), new, *extra))

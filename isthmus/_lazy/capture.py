@@ -12,18 +12,20 @@ from torch import Tensor
 
 from isthmus import config
 from isthmus._device.core import donation, generator, mode
-from isthmus._device.core.buffer import Buffer, Signature
+from isthmus._device.core.buffer import Buffer, Signature, buffer_of, new_tensor
 from isthmus._device.core.resident_state import Residence
 from isthmus._device.core.views import attach_to
-from isthmus._device.torch_glue.private import empty_tensor, restride
+from isthmus._device.torch_glue.private import restride
 from isthmus._device.torch_glue.pytree import tree_flatten, tree_unflatten
 from isthmus._graph.graph import Graph
+from isthmus._graph.layout import is_as_made
 from isthmus._graph.nodes import Leaf, Node
 from isthmus._lazy import programs
 from isthmus._lazy.captured_objects import Roots
 from isthmus._lazy.guards import Guard
 from isthmus._lazy.record_checks import ApiWatch, OpWatch
 from isthmus._lazy.trace import trace
+from isthmus._lazy.value_guards import ValueGuard, guarded
 from isthmus._program import runner
 from isthmus._program.program import STATELESS, StateLayout
 from isthmus._runtime import counters, placement
@@ -46,6 +48,7 @@ class Capture:
         self.roots, self.donate = roots, donate
         self.hosts: dict[int, tuple[Any, Tensor, Callable[[Tensor], Any]]] = {}
         self.own: dict[int, Buffer] = {}
+        self.values: list[ValueGuard] = []
         self.complete, self.reason = False, ""
         self.residences: runner.Residences | None = None
 
@@ -70,10 +73,14 @@ class Capture:
         )
 
     def read(self, buffer: Buffer) -> Any:
-        """Return a value that is read, if it is the same at every replay: one made of numbers alone."""
+        """Return a value that is read, if it is the same at every replay: made of numbers alone, or guarded."""
         node = buffer.held
         if type(node) is not Node or not programs.is_fixed(node):
-            raise self.refuse_read()
+            guard = guarded(node, self.places)
+            if guard is None:
+                raise self.refuse_read()
+            self.values.append(guard)
+            return guard.value
         program = programs.family_of((node,)).find(frozenset())
         constants = program.pack_numbers(trace.numbers, trace.offsets)
         return program.call(*program.arguments([], constants, []))[0]
@@ -82,7 +89,8 @@ class Capture:
         """Return the error for a value that is read."""
         return JitError(
             f"isthmus.jit: a value is read while the function is recorded ({user_line()}), by .item(), .cpu(), "
-            f"bool(), print or an op whose result's size depends on values. Return the tensor and read it outside"
+            f"bool(), print or an op whose result's size depends on values. Return the tensor and read it outside; "
+            f"only a truth of arguments, such as bool(mask.all()), can be read in here"
         )
 
     def record(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -92,13 +100,14 @@ class Capture:
         flat, _ = tree_flatten((args, kwargs))
         self.guard = Guard(self.roots)
         ours = [t for t in flat if _is_ours(t)]
-        layouts = [(_buffer(t), _buffer(t).signature, _layout(t)) for t in ours]
+        self.places = {id(buffer_of(t)): n for n, t in enumerate(flat) if _is_ours(t)}
+        layouts = [(buffer_of(t), buffer_of(t).signature, _layout(t)) for t in ours]
         leaves = [t for t in ours if t.is_leaf and t.requires_grad]
         grads = [(t, t.grad) for t in [*self.guard.parameters, *leaves]]
         start = generator.state()
         result, born = self._watched(function, args, kwargs)
         try:
-            if [(_buffer(t), _buffer(t).signature, _layout(t)) for t in ours] != layouts:
+            if [(buffer_of(t), buffer_of(t).signature, _layout(t)) for t in ours] != layouts:
                 self.reason = "it gives an argument another layout or storage"
             if any(t.requires_grad and not t.is_leaf for t in ours):
                 self.reason = "an argument is part of an autograd graph from outside"
@@ -140,13 +149,13 @@ class Capture:
         self, result: list[Any], flat: list[Any], grads: list[tuple[Tensor, Any]], born: set[int], start: Any
     ) -> Any:
         live = trace.live()
-        at = {id(_buffer(t)): n for n, t in enumerate(flat) if _is_ours(t)}
+        at = self.places
         lasting = {id(buffer): tensor for tensor, buffer, _ in self.guard.buffers}
         self.lasting = frozenset(lasting)
         self.shared = self._shared(flat)
-        lasting |= {id(_buffer(g)): g for _, g in grads if _is_ours(g)}
+        lasting |= {id(buffer_of(g)): g for _, g in grads if _is_ours(g)}
         # Results that are arrays already, moved in or made before, go through the program as well.
-        held = {id(_buffer(t)): _buffer(t) for t in result if _is_ours(t)}
+        held = {id(buffer_of(t)): buffer_of(t) for t in result if _is_ours(t)}
         extra = [b for key, b in held.items() if type(b.held) is not Node and key not in (*at, *lasting)]
         wanted = (*[b.held for b in live], *[trace.array(b) for b in extra])
         self._find_inputs(flat, at, lasting, born)
@@ -162,7 +171,7 @@ class Capture:
 
     def _shared(self, flat: list[Any]) -> list[Any]:
         """Return for each argument which buffer it is that the function also reaches otherwise, if it is one."""
-        buffers = [id(_buffer(t)) for t in flat if _is_ours(t)]
+        buffers = [id(buffer_of(t)) for t in flat if _is_ours(t)]
         return [buffer if buffer in self.lasting else None for buffer in buffers]
 
     def _find_inputs(
@@ -219,7 +228,7 @@ class Capture:
             return ("same", found)
         if not _is_ours(found):
             return ("copy", found.clone()) if id(found) in born else ("same", found)
-        key = id(_buffer(found))
+        key = id(buffer_of(found))
         if key in self.born:
             return ("new", self.born[key], _layout(found))
         return ("argument", at[key], _layout(found)) if key in at else ("same", found)
@@ -235,11 +244,11 @@ class Capture:
             who, grad = places.get(id(leaf), leaf), leaf.grad
             if grad is None:
                 self.dropped += [who] if before is not None else []
-            elif _is_ours(grad) and id(_buffer(grad)) in self.born:
-                self.grads.append((who, self.born[id(_buffer(grad))], _layout(grad)))
+            elif _is_ours(grad) and id(buffer_of(grad)) in self.born:
+                self.grads.append((who, self.born[id(buffer_of(grad))], _layout(grad)))
             elif grad is not before:
                 self.reason = "it puts other tensors into .grad"
-            if before is not None and _is_ours(before) and id(_buffer(before)) in used:
+            if before is not None and _is_ours(before) and id(buffer_of(before)) in used:
                 self.added.append((who, before))
         if any(type(who) is int for who, _ in self.added):
             self.reason = "it adds to the gradient of an argument"
@@ -267,7 +276,7 @@ class Capture:
         changed = self.guard.changed(now)
         if changed:
             return f"it changes {changed}"
-        if any(isinstance(t, Tensor) and _is_ours(t) and id(_buffer(t)) in self.born for t in now.found):
+        if any(isinstance(t, Tensor) and _is_ours(t) and id(buffer_of(t)) in self.born for t in now.found):
             return "it keeps a tensor that it makes"
         wanted = {n for kind, n, *_ in self.results if kind == "new"} | {n for _, n, _ in self.grads}
         if set(self.born.values()) - wanted:
@@ -369,7 +378,12 @@ class Capture:
         """Return whether everything the recording depends on is as it was when it began."""
         if self._shared(flat) != self.shared or not self.guard.holds(roots):
             return False
-        return all([leaf.grad is grad for leaf, grad in self.added])
+        if not all([leaf.grad is grad for leaf, grad in self.added]):
+            return False
+        if not self.values:
+            return True
+        buffers = [buffer_of(t) if _is_ours(t) else None for t in flat]
+        return all([value.holds(buffers) for value in self.values])
 
     def run(self, flat: list[Any]) -> Any:
         """Do what the recording did, on these arguments."""
@@ -412,7 +426,7 @@ class Capture:
             if kind == "buffer":
                 target.bind(value)
             elif kind == "argument":
-                _buffer(flat[target]).bind(value)
+                buffer_of(flat[target]).bind(value)
                 touched += [] if flat[target].is_inference() else [flat[target]]
             else:
                 new[n] = Buffer(value, target)
@@ -442,10 +456,6 @@ def _is_ours(value: Any) -> bool:
     return isinstance(value, Tensor) and value.device.type == "jax"
 
 
-def _buffer(tensor: Tensor) -> Buffer:
-    return tensor.untyped_storage()._buffer  # type: ignore[attr-defined]
-
-
 def _layout(tensor: Tensor) -> Layout:
     return tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype
 
@@ -453,7 +463,7 @@ def _layout(tensor: Tensor) -> Layout:
 def _source(kind: str, source: Any, flat: list[Any]) -> Any:
     """Return the buffer or the array of one input."""
     if kind == "argument":
-        return _buffer(flat[source])
+        return buffer_of(flat[source])
     if kind == "moved":
         place, tensor, again = source
         return again(tensor if place is None else flat[place])
@@ -462,9 +472,8 @@ def _source(kind: str, source: Any, flat: list[Any]) -> Any:
 
 def _tensor(buffer: Buffer, layout: Layout) -> Tensor:
     size, stride, offset, dtype = layout
-    tensor = empty_tensor(size, dtype)
-    tensor.untyped_storage()._buffer = buffer  # type: ignore[attr-defined]
-    return tensor if tensor.stride() == stride and not offset else restride(tensor, size, stride, offset)
+    tensor = new_tensor(size, None if is_as_made(size, stride) else stride, dtype, buffer)
+    return restride(tensor, size, stride, offset) if offset else tensor
 
 
 def _give(result: tuple[Any, ...], new: dict[int, Buffer], flat: list[Any]) -> Any:

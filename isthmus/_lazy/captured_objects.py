@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from isthmus._device.torch_glue import patches
 from isthmus._runtime.user_frames import OWNERS, owner
 from isthmus.errors import JitError
 
@@ -30,6 +31,7 @@ class Roots:
         self.places: dict[Path, Any] = {}
         self._seen: set[int] = set()
         self.ran: dict[int, nn.Module | Optimizer] = {}
+        self.made: dict[int, nn.Module] = {}
         self._visit(function, _DEPTH, ())
         for at, argument in enumerate(self.arguments):
             self._visit(argument, _DEPTH, (at,))
@@ -90,13 +92,16 @@ class Roots:
         return list({id(tensor): tensor for tensor in known}.values())
 
     def stranger(self) -> str:
-        """Return what ran though nothing led to it, so that it may be another next time, or ""."""
-        known = {id(value) for value in (*self.modules, *self.optimizers)}
+        """Return what ran though nothing led to it, so that it may be another next time, or "".
+
+        A module that the function made itself is made alike next time; the tensors it has are looked at elsewhere.
+        """
+        known = {id(value) for value in (*self.modules, *self.optimizers)} | self.made.keys()
         return next((type(value).__name__ for key, value in self.ran.items() if key not in known), "")
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Note every module that runs and every optimizer that steps inside this block."""
+        """Note every module that is made or runs and every optimizer that steps inside this block."""
 
         recorder = get_ident()  # torch's hooks are the process's: other threads train meanwhile
 
@@ -109,6 +114,16 @@ class Roots:
                 self.ran[id(optimizer)] = optimizer
                 _check_counters(optimizer)
 
+        def noting(init: Any) -> Any:
+            @functools.wraps(init)
+            def make(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+                if get_ident() == recorder:
+                    self.made[id(module)] = module
+                init(module, *args, **kwargs)
+
+            return make
+
+        patches.replace("torch.nn.Module", "__init__", noting)
         hooks = [
             nn.modules.module.register_module_forward_pre_hook(ran),
             register_optimizer_step_pre_hook(stepped),
@@ -116,6 +131,7 @@ class Roots:
         try:
             yield
         finally:
+            patches.restore("torch.nn.Module", "__init__")
             for hook in hooks:
                 hook.remove()
 

@@ -22,6 +22,7 @@ from isthmus._device.torch_glue.private import empty_tensor, restride
 from isthmus._graph import view_calls
 from isthmus._graph.layout import Spec, is_as_made, storage_shape
 from isthmus._graph.nodes import TABLE, Call, Input, Node, Type, call_of, node
+from isthmus._graph.passes.slice_gradients import BACKWARDS
 from isthmus._graph.schema import PLACEMENT, schema_of
 from isthmus._graph.view_calls import chained
 from isthmus._lazy.trace import trace
@@ -57,12 +58,20 @@ def recording_entry(kernel: Kernel) -> Callable[..., Any]:
         "_Node": Node,
         "_new_plan": new_recipe,
         "_array_of": trace.array,
-        "_number": trace.number,
+        "_number": _slice_end if kernel.functional in BACKWARDS else trace.number,
         "_offset_of": trace.offset,
         "_draw": trace.draw,
     }
     entry = make_recording_entry(kernel, names)
     return entry
+
+
+def _slice_end(value: int) -> Node:
+    """Return a leaf for where a slice starts or ends: compiled in until it changes, so that passes can look at it.
+
+    Programs for a range of sizes take it as a number: it changes with the sizes.
+    """
+    return trace.offset(value) if config.current.shapes == "exact" else trace.number(value)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from isthmus._graph.backends import backend_named
 from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import TABLE, Call, Leaf, Node, Type, forget_all_but, leaf, reachable
 from isthmus._graph.passes import cut, optimise
-from isthmus._graph.passes.rewrite import remade, share_offsets
+from isthmus._graph.passes.rewrite import fill_offsets, remade, share_offsets
+from isthmus._graph.passes.slice_gradients import BACKWARDS
 from isthmus._graph.passes.split import split
 from isthmus._graph.passes.stages import Stage
 from isthmus._lazy import ranges, recompile_warnings, sync_reasons
@@ -98,7 +99,8 @@ class Family:
         state: StateLayout,
         results: tuple[int, ...] | None,
     ) -> CompiledProgram:
-        graph = optimise(share_offsets(self.graph, constants), "lazy")
+        graph = fill_offsets(share_offsets(self.graph, constants), constants, BACKWARDS)
+        graph = optimise(graph, "lazy")
         results = tuple(range(len(graph.outputs))) if results is None else results
         leaves = [n.call for n in graph.inputs if isinstance(n.call, Leaf) and n.call.kind == "array"]
         kept = {index for index, _ in state.pairs}

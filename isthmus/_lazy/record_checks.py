@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from isthmus._device.torch_glue.private import TorchDispatchMode, in_backward
+from isthmus._device.torch_glue.private import in_backward
 from isthmus._device.torch_glue.pytree import tree_flatten
 from isthmus._graph.schema import schema_of
 from isthmus._runtime.user_frames import user_line

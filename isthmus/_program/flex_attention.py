@@ -19,6 +19,7 @@ import numpy as np
 from isthmus._graph.graph import Graph
 from isthmus._ops.common import accumulation_dtype, cast
 from isthmus._ops.linalg.matmul import precision
+from isthmus._ops.nn.attention import softmax_with_sums
 from isthmus._program.control_flow import Body
 
 Array = jax.Array
@@ -133,16 +134,6 @@ def _blocks(shape: tuple[int, ...], count: Array, columns: Array, height: int, w
     return jnp.broadcast_to(found[..., rows, :][..., places], shape)
 
 
-def _softmax(scores: Array) -> tuple[Array, Array, Array]:
-    """Return probabilities, log-sum-exp and maximum of each row; a row of minus infinities gives zeros."""
-    top = scores.max(-1, keepdims=True)
-    finite = jnp.where(jnp.isneginf(top), jnp.zeros_like(top), top)
-    powers = jnp.exp(scores - finite)
-    total = powers.sum(-1, keepdims=True)
-    chances = powers / jnp.where(total == 0, jnp.ones_like(total), total)
-    return chances, (jnp.log(total) + finite).squeeze(-1), top.squeeze(-1)
-
-
 def _attention(query: Array, key: Array, value: Array, *rest: Any) -> Attention:
     """Return a call whose keys and values are of every batch."""
     key, value = (jnp.broadcast_to(x, (query.shape[0], *x.shape[1:])) for x in (key, value))
@@ -161,7 +152,7 @@ def flex_attention(
 ) -> list[Array]:
     """Return what each query attends to, its log-sum-exp and its highest score."""
     call = _attention(query, key, value, block_mask, scale, buffers, mask_buffers)
-    chances, sums, top = _softmax(call.modified(call.scores(), graph, call.allowed()))
+    chances, sums, top = softmax_with_sums(call.modified(call.scores(), graph, call.allowed()))
     out = call.product("bhgqk,bhkd->bhgqd", cast(chances, query.dtype), cast(call.value, query.dtype))
     return [cast(out, query.dtype), cast(sums / _LN2, jnp.float32), cast(top / _LN2, jnp.float32)]
 
@@ -189,7 +180,7 @@ def flex_attention_backward(
     grad_out = jnp.zeros_like(out) if grad_out is None else grad_out
     scores, allowed = call.scores(), call.allowed()
     # The sums torch kept are float32 even for float64, so they are computed again.
-    chances, _, _ = _softmax(call.modified(scores, graph, allowed))
+    chances, _, _ = softmax_with_sums(call.modified(scores, graph, allowed))
     wide_grad = cast(grad_out, call.wide)
     grad_chances = call.product("bhgqd,bhkd->bhgqk", wide_grad, cast(call.value, call.wide))
     shared = (cast(out, call.wide) * wide_grad).sum(-1, keepdims=True)

@@ -44,7 +44,9 @@ class StagedProgram:
     """
 
     donated: tuple[int, ...] = ()
-    packing = Packing((), {})
+    packing = Packing(
+        (), {}, False
+    )  # no bundles: asking how large they may be would start JAX with the import
     result_shardings = None  # graphs on a mesh are not cut
 
     def __init__(

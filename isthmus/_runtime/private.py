@@ -198,9 +198,11 @@ def _cudnn(function: Callable[P, T]) -> Callable[P, T]:
 
 @_cudnn
 def cudnn_attention(
-    query: Array, key: Array, value: Array, is_causal: bool, scale: float
+    query: Array, key: Array, value: Array, bias: Array | None, is_causal: bool, scale: float
 ) -> tuple[Array, Array]:
     """Return attention by cuDNN's kernel and the logarithms of its sums; lengths come before heads.
+
+    The bias has them the other way round: (1 or batch, 1 or heads, queries, keys).
 
     JAX's public function rounds those sums to the dtype of the result, which is too coarse for the gradients.
     """
@@ -208,7 +210,7 @@ def cudnn_attention(
 
     mask = cudnn.MaskType.CAUSAL if is_causal else cudnn.MaskType.NO_MASK
     out, sums = cudnn.dot_product_attention(
-        query, key, value, scale=scale, mask_type=mask, return_residual=True
+        query, key, value, bias, scale=scale, mask_type=mask, return_residual=True
     )
     return out, sums
 
@@ -219,12 +221,14 @@ def cudnn_attention_gradients(
     query: Array,
     key: Array,
     value: Array,
+    bias: Array | None,
     out: Array,
     sums: Array,
     is_causal: bool,
     scale: float,
-) -> tuple[Array, Array, Array]:
-    """Return the gradients of ``cudnn_attention`` for query, key and value, from its results."""
+    bias_gradient: bool,
+) -> tuple[Array, ...]:
+    """Return the gradients of ``cudnn_attention`` for query, key, value and, if asked, bias, from its results."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     absent = jax.numpy.zeros(
@@ -234,7 +238,7 @@ def cudnn_attention_gradients(
         "scale": scale,
         "seed": 42,
         "dropout_rate": 0.0,
-        "variadic_args": (False, False),
+        "variadic_args": (bias is not None, bias_gradient),
         "mask_type": cudnn.MaskType.CAUSAL if is_causal else cudnn.MaskType.NO_MASK,
         "layout": cudnn.AttentionLayout.BTNH.value,
         "sliding_window_length": None,
@@ -247,9 +251,17 @@ def cudnn_attention_gradients(
         raise TypeError(f"cuDNN's attention has options that Isthmus does not know: {names}")
     names = [name for name in names if name != "score_mod_args"]  # further arrays, of which there are none
     gradients = cudnn._dot_product_attention_bwd_p_wrapper.bind(
-        query, key, value, *[absent] * 7, sums, out, grad, **{name: options[name] for name in names}
+        query,
+        key,
+        value,
+        absent if bias is None else bias,
+        *[absent] * 6,
+        sums,
+        out,
+        grad,
+        **{name: options[name] for name in names},
     )
-    return tuple(gradients[:3])
+    return tuple(gradients)
 
 
 class SymbolicSizes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -22,10 +23,10 @@ def run(
     module: str, *arguments: str, timeout: float = 300, devices: int = 8, processes: int = 1
 ) -> list[Any]:
     """Run a module of the tests on that many devices a process; return what it printed with ``say``."""
-    launch = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}"] if processes > 1 else []
+    launch = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", f"--master-port={_free_port()}"]
     flags = f"{UNOPTIMIZED} --xla_force_host_platform_device_count={devices}"
     ran = subprocess.run(
-        [sys.executable, *launch, "-m", f"tests.distributed.{module}", *arguments],
+        [sys.executable, *(launch if processes > 1 else []), "-m", f"tests.distributed.{module}", *arguments],
         env={
             **os.environ,
             "PYTHONPATH": str(ROOT),
@@ -42,6 +43,12 @@ def run(
     return [
         json.loads(line.removeprefix(_MARK)) for line in ran.stdout.splitlines() if line.startswith(_MARK)
     ]
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return int(free.getsockname()[1])
 
 
 _MARK = "said: "

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from isthmus._dynamo import saved_tensors
+from isthmus._dynamo import returns, saved_tensors
+from isthmus._graph.layout import channels_last_strides
 from isthmus.errors import IsthmusError
 
 WAYS = ["together", "apart"]
@@ -243,3 +244,37 @@ def test_a_number_of_the_cpu_beside():
     compiled(lambda x, n: model(x) * n)(x, number).sum().backward()
     wanted = torch.autograd.grad((model(x) * 2).sum(), x)[0]
     torch.testing.assert_close(x.grad.cpu(), wanted.cpu(), rtol=1e-4, atol=1e-5)
+
+
+class Images(nn.Module):
+    """Convolutions, batch norm, pooling and a residual path: what images go through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        self.norm, self.head = nn.BatchNorm2d(8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = nn.functional.max_pool2d(self.first(x).relu(), 2)
+        return self.head((self.norm(self.second(x)).relu() + x).mean((2, 3)))
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_images_are_saved_with_their_channels_last_on_gpus(platform, monkeypatch):
+    asked = []
+    monkeypatch.setattr(returns, "platform", lambda: asked.append(1) or platform)
+    torch.manual_seed(0)
+    model = Images().double()
+    ours = copy.deepcopy(model).to("jax")
+    x = torch.randn(3, 3, 8, 6, dtype=torch.float64)
+    compiled = torch.compile(ours, backend="isthmus", options={"fallback": "error"})
+    model(x).square().sum().backward()
+    compiled(x.to("jax")).square().sum().backward()
+    assert asked
+    for (name, p), q in zip(model.named_parameters(), ours.parameters(), strict=True):
+        assert torch.allclose(p.grad, q.grad.cpu()), name
+
+
+def test_strides_with_channels_last():
+    x = torch.empty(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    assert channels_last_strides((2, 3, 4, 5)) == x.stride()

@@ -3,7 +3,10 @@
 import pytest
 import torch
 
+import isthmus
+from isthmus import metrics
 from isthmus._dynamo import backend
+from isthmus._lazy import programs
 
 aten = torch.ops.aten
 JOINED = {
@@ -63,3 +66,52 @@ def test_others_are_added_up(name, targets):
 def test_sizes_may_change():
     for name in ("halves", "selected"):
         check(JOINED[name], (3, 4, 4), dynamic=True)
+
+
+@pytest.fixture
+def ops(monkeypatch):
+    """Return what programs of lazy mode call."""
+    found = []
+
+    class Noted(programs.CompiledProgram):
+        def __init__(self, graph, *args, **kwargs):
+            found.extend(graph.ops)
+            super().__init__(graph, *args, **kwargs)
+
+    monkeypatch.setattr(programs, "CompiledProgram", Noted)
+    programs._families.clear()  # other tests may have run the same functions
+    return found
+
+
+def check_lazy(function, size):
+    x = torch.randn(size, requires_grad=True)
+    y = x.detach().to("jax").requires_grad_()
+    (expected,) = torch.autograd.grad(function(x).sum(), x)
+    with isthmus.lazy():
+        (found,) = torch.autograd.grad(function(y).sum(), y)
+        torch.testing.assert_close(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_pieces_are_joined_in_lazy_mode(name, ops):
+    check_lazy(JOINED[name], (3, 4, 4))
+    assert aten.cat.default in ops
+    assert not {aten.select_backward.default, aten.slice_backward.default} & {*ops}
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_others_are_added_up_in_lazy_mode(name, ops):
+    check_lazy(ADDED[name], (3, 4, 4))
+    assert {aten.select_backward.default, aten.slice_backward.default} & {*ops}
+
+
+def test_a_slice_that_moves_compiles_no_more_once_it_has_moved(ops):
+    counts = []
+    for start in (1, 2, 3, 1, 4, 2):
+
+        def function(x, start=start):
+            return x[:, start : start + 2].sin() * x[:, start].unsqueeze(1) + x[start].exp()[:2]
+
+        check_lazy(function, (8, 8))
+        counts.append(metrics.as_dict()["compilations"]["count"])
+    assert counts[1] == counts[-1]  # the second start makes it a run-time number

@@ -352,3 +352,75 @@ def test_gradients_of_arguments() -> None:
         f(x)
         assert x.grad.tolist() == [2 * (i + n) for i in range(3)]
     assert len(runs) == 1
+
+
+def scaled(x, mask):
+    """Take another way where nothing is masked, as transformers does."""
+    return x * 2 if mask.all() else torch.where(mask, x, 0.0)
+
+
+def test_a_truth_of_arguments_is_guarded():
+    recorded = []
+
+    def function(x, mask):
+        recorded.append(mask)
+        return scaled(x, mask)
+
+    fast = isthmus.jit(function)
+    x = torch.arange(4.0)
+    masks = [[1, 0, 1, 1], [0, 0, 1, 1], [1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1]]
+    for row in masks:
+        mask = torch.tensor(row, dtype=torch.bool)
+        for _ in range(2):
+            found = fast(x.to("jax"), mask.to("jax"))
+            assert torch.equal(found.cpu(), scaled(x, mask))
+    assert len(recorded) == 2  # once for each truth
+
+
+def test_a_truth_of_an_argument_that_is_written_is_computed_of_what_it_was():
+    def function(x):
+        x += 1
+        if (x > 1.5).all():
+            return x * 10
+        return x.clone()
+
+    fast = isthmus.jit(function)
+    x, y = torch.zeros(2, device="jax"), torch.zeros(2)
+    for _ in range(4):
+        assert torch.equal(fast(x).cpu(), function(y))
+        assert torch.equal(x.cpu(), y)
+
+
+@pytest.mark.parametrize(
+    "read", [lambda x, w: x.sum().item(), lambda x, w: bool((w > 0).all()), lambda x, w: (x > 0).tolist()]
+)
+def test_only_truths_of_arguments_are_guarded(read):
+    weight = torch.ones(3, device="jax")
+    with pytest.raises(JitError, match="a value is read"):
+        isthmus.jit(lambda x: (read(x, weight), x + 1)[1])(torch.ones(3, device="jax"))
+
+
+def test_modules_that_a_function_makes_are_no_strangers():
+    recorded = []
+
+    def function(x, y):
+        recorded.append(x)
+        return nn.CrossEntropyLoss(label_smoothing=0.1)(nn.Sequential(nn.ReLU(), nn.Softplus())(x), y)
+
+    fast = isthmus.jit(function)
+    for seed in range(3):
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
+        y = torch.arange(4)
+        with torch.no_grad():
+            found = fast(x.to("jax"), y.to("jax"))
+        assert torch.allclose(found.cpu(), function(x, y))
+        recorded.pop()
+    assert len(recorded) == 1
+    assert not hasattr(nn.Module.__init__, "__wrapped__")
+
+
+def test_a_module_from_a_queue_is_a_stranger():
+    queue = [[[nn.LeakyReLU(0.1)]], [[nn.LeakyReLU(0.3)]]] * 2
+    x = -torch.ones(2, device="jax")
+    fast = isthmus.jit(lambda x: [*zip(*queue.pop(0), strict=True)][0][0](x))
+    assert [float(fast(x)[0]) for _ in range(4)] == [pytest.approx(-n) for n in (0.1, 0.3, 0.1, 0.3)]

@@ -45,6 +45,8 @@ PRIVATE_ATTRIBUTES = {"_schema", "_overloadname", "_overloadpacket", "_cdata"}
 EXCEPTIONS = {
     "torch.ops.": "an op's name is the name of its schema, underscore or not; _graph/names.py finds it missing",
     "torch._foreach_": "functions on lists of tensors that torch documents",
+    "torch._dynamo.backends.common.aot_autograd": "torch's documents name it for backends of other packages",
+    "torch.utils._python_dispatch.TorchDispatchMode": "torch's documents name it under Extending PyTorch",
 }
 
 

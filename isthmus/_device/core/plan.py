@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.autograd.graph import increment_version
 
 from isthmus._device.checks import ask_cpu, overlap_checks, value_checks
@@ -39,6 +38,7 @@ from isthmus._device.torch_glue.private import empty_tensor
 from isthmus._device.torch_glue.torch_jax import check_device
 from isthmus._graph.arguments import flatten
 from isthmus._graph.layout import Spec, is_as_made, storage_shape
+from isthmus._graph.private import OpOverload
 from isthmus._graph.schema import ABSENT, schema_of
 from isthmus._ops.value_checks import Checks, collecting
 from isthmus._runtime import compiler, memory, placement
@@ -341,7 +341,8 @@ class Builder:
 
 def is_made_like(op: OpOverload) -> bool:
     """Return whether an op makes a tensor like another and computes nothing of it: ``full_like``, ``new_ones``."""
-    return op._schema.name.endswith("_like") or op._schema.name.startswith("aten::new_")
+    name = schema_of(op).name
+    return name.endswith("_like") or name.startswith("aten::new_")
 
 
 def only(tensors: list[Any]) -> Any:

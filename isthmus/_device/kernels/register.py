@@ -22,13 +22,14 @@ from isthmus._device.kernels import (
     checked_composites,
     factories,
     factorizations,
+    lstm,
     mask_indexing,
     mixed_lists,
     nn_forms,
     random_factories,
 )
 from isthmus._device.kernels.conjugate import resolving
-from isthmus._device.torch_glue import module_to
+from isthmus._device.torch_glue import module_to, streams
 from isthmus._device.torch_glue.private import has_kernel, hide_from_dynamo
 from isthmus._graph.names import Missing, overload_named
 from isthmus._graph.private import OpOverload, torch_schema
@@ -43,6 +44,7 @@ _own = {
     **attention.KERNELS,
     **checked_composites.KERNELS,
     **nn_forms.KERNELS,
+    **streams.KERNELS,
     **views.KERNELS,
     **factories.KERNELS,
     **factorizations.KERNELS,
@@ -106,7 +108,7 @@ def _register_by_hand(name: str, kernel: Callable[..., Any], key: str) -> None:
 
 for _name, _function in _own.items():
     _register_by_hand(_name, _function, "PrivateUse1")
-for _module in (attention, checked_composites, module_to, random_factories, allclose_in_backward):
+for _module in (attention, checked_composites, module_to, random_factories, allclose_in_backward, lstm):
     for _name, _function in _module.AUTOGRAD_KERNELS.items():
         _register_by_hand(_name, _function, "AutogradPrivateUse1")
 for _lowering in list(registry.values()):

@@ -221,6 +221,12 @@ TABLE: tuple[Patch, ...] = (
         for name in ("_ddp_init_helper", "_set_static_graph", "_post_forward")
     ),
     Patch(
+        "torch.nn.Module",
+        "__init__",
+        CALL,
+        "isthmus.jit has to know which modules a function makes itself, and torch has no hook for a new module",
+    ),
+    Patch(
         "torch.autograd.Function",
         "apply",
         CALL,

@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from isthmus._device.torch_glue import patches
 from isthmus._graph.private import OpOverload
@@ -25,6 +24,7 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  #
 _UNDEFINED = torch._C.DispatchKey.Undefined
 _AUTOCASTS = [key for name, key in torch._C.DispatchKey.__members__.items() if name.startswith("Autocast")]
 empty_tensor = torch._C._acc.create_empty_tensor
+PRIVATE_USE_1 = int(torch._C._autograd.DeviceType.PrivateUse1)  # type: ignore[call-overload]
 Generator = torch._C.Generator  # ``torch.Generator`` is replaced (generators.py)
 
 
@@ -198,6 +198,12 @@ def without_autocast() -> Any:
 def fused_attention_enabled() -> bool:
     """Return whether ``torch.nn.attention.sdpa_kernel`` allows the device's own attention."""
     return bool(torch._C._get_overrideable_sdp_enabled())
+
+
+@optional("forward-mode differentiation does not reach nn.LSTM", lambda: False)
+def in_forward_ad() -> bool:
+    """Return whether ``torch.autograd.forward_ad`` is in use, on any level."""
+    return bool(torch.autograd.forward_ad._current_level >= 0)
 
 
 @optional("`isthmus ops` and `isthmus where` know no ops but those with a lowering", list)

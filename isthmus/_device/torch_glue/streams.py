@@ -19,19 +19,22 @@ from typing import Any
 
 import torch
 
-_ids = itertools.count()
+from isthmus._device.torch_glue.private import PRIVATE_USE_1
+
+_ids = itertools.count()  # the first is that of the default stream: 0, as torch.accelerator has it
 
 
-class Stream:
+class Stream(torch.Stream):
     """A name for an order of work. ``priority`` and ``device`` are accepted, as every order is the same."""
 
-    def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
-        self.device_index, self.priority, self.stream_id = 0, priority, next(_ids)
+    priority: int
+    _contexts: list[StreamContext]
 
-    @property
-    def device(self) -> torch.device:
-        """The only device there is."""
-        return torch.device("jax", 0)  # not before it is registered: the default stream is older
+    def __new__(cls, device: Any = None, priority: int = 0, **kwargs: Any) -> Stream:
+        """Return a new stream; torch's class, as ``Tensor.record_stream`` takes no other."""
+        made = super().__new__(cls, stream_id=next(_ids), device_index=0, device_type=PRIVATE_USE_1)
+        made.priority, made._contexts = priority, []
+        return made  # type: ignore[no-any-return]
 
     def synchronize(self) -> None:
         """Wait for the device."""
@@ -48,30 +51,19 @@ class Stream:
     def wait_event(self, event: Any) -> None:
         """Do nothing: what needs results from before the event waits for these."""
 
-    def record_event(self, event: Event | None = None) -> Event:
+    def record_event(self, event: Any = None) -> Any:
         """Record an event, a new one if none is given, and return it."""
         event = Event() if event is None else event
         event.record(self)
         return event
 
-    @property
-    def native_handle(self) -> int:
-        """A number that tells streams apart: XLA shows none of its own."""
-        return self.stream_id
-
     def __enter__(self) -> Stream:
-        self._context = StreamContext(self)
-        self._context.__enter__()
+        self._contexts.append(StreamContext(self))
+        self._contexts[-1].__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._context.__exit__(*error)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stream) and other.stream_id == self.stream_id
-
-    def __hash__(self) -> int:
-        return hash(("jax", self.stream_id))
+        self._contexts.pop().__exit__(*error)
 
     def __repr__(self) -> str:
         return f"torch.jax.Stream(device=jax:0, id={self.stream_id})"
@@ -171,6 +163,13 @@ class StreamContext:
 def stream(stream: Stream | None) -> StreamContext:
     """Return a block inside of which ``stream`` is the current one."""
     return StreamContext(stream)
+
+
+def record_stream(self: torch.Tensor, s: torch.Stream) -> None:
+    """Do nothing: an array is not freed before the programs that read it are done."""
+
+
+KERNELS = {"record_stream": record_stream}
 
 
 def _wait() -> None:

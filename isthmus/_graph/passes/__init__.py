@@ -27,6 +27,7 @@ from dataclasses import dataclass
 
 from isthmus import config
 from isthmus._graph.graph import Graph
+from isthmus._graph.passes.attention_masks import attention_masks
 from isthmus._graph.passes.constants import fold_constants
 from isthmus._graph.passes.cross_entropy import cross_entropy
 from isthmus._graph.passes.rewrite import Rule, rewrite
@@ -52,9 +53,10 @@ class Pass:
 
 
 PASSES = (
+    Pass("attention_masks", attention_masks, frozenset({"lazy", "compile", "joint"})),
     Pass("cross_entropy", cross_entropy, frozenset({"lazy", "compile", "joint", "export"})),
-    # Not in lazy mode: there the ends of a slice are run-time numbers, so that a sliding slice compiles once.
-    Pass("slice_gradients", slice_gradients, frozenset({"compile", "joint", "export"})),
+    # In lazy mode for slices whose ends have not changed yet: others are run-time numbers.
+    Pass("slice_gradients", slice_gradients, frozenset({"lazy", "compile", "joint", "export"})),
     # Not on joint graphs: AOTAutograd has no storages, and its views are cheaper to recompute than to save.
     Pass("fold_views", fold_views, frozenset({"lazy", "compile", "export"})),
     Pass("fold_constants", fold_constants, frozenset({"lazy", "compile", "export"})),

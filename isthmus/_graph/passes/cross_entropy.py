@@ -139,6 +139,9 @@ _VIEWS = frozenset(
      _aten._unsafe_view.default, _aten.alias.default, _aten.as_strided.default}
 )  # fmt: skip
 
+# Views that do not depend on the dtype or strides of what they view.
+_RESHAPES = frozenset({_aten.view.default, _aten._unsafe_view.default})
+
 
 def _split(call: Call, x: Node) -> Node:
     arguments = dict(call.arguments)
@@ -188,7 +191,16 @@ def _before_cast(x: Node) -> Node:
 
     Saving the source for backward instead of its copy halves the residual; backward repeats the cast, which XLA fuses.
     """
-    if not is_call(x, _aten._to_copy.default) or x.type.dtype != torch.float32:
+    if x.type.dtype != torch.float32 or not isinstance(x.call, Call) or len(x.inputs) != 1:
         return x
-    source = x.inputs[0]
-    return source if source.type.dtype in _HALVES else x
+    if x.call.op is _aten._to_copy.default:
+        source = x.inputs[0]
+        return source if source.type.dtype in _HALVES else x
+    if x.call.op not in _RESHAPES:
+        return x
+    # A view of the copy, as flattened logits are: the same view of what was copied.
+    source = _before_cast(x.inputs[0])
+    if source is x.inputs[0]:
+        return x
+    type = Type(x.type.size, source.type.dtype)
+    return node(call_of(x.call.op, dict(x.call.arguments), [type], context=x.call.context), source)

@@ -12,12 +12,12 @@ every call, inputs before users; ``None`` keeps the call. One round is enough fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from isthmus._graph.graph import Graph
-from isthmus._graph.nodes import Call, Item, Leaf, Node, Type, node
+from isthmus._graph.nodes import Call, Input, Item, Leaf, Node, Type, call_of, node
 
 Rule = Callable[[Call, tuple[Node, ...]], Node | None]
 
@@ -54,6 +54,29 @@ def share_offsets(graph: Graph, values: dict[int, int]) -> Graph:
         if isinstance(n.call, Leaf) and n.call.kind == "offset" and n.call.index in values:
             leaves[n] = first.setdefault(values[n.call.index], n)
     return rewrite(graph, lambda call, inputs: None, leaves) if len(first) < len(leaves) else graph
+
+
+def fill_offsets(graph: Graph, values: Mapping[int, int], ops: Container[Any]) -> Graph:
+    """Return the graph with offsets that have a value, by their index, written into the arguments of these ops."""
+
+    def rule(call: Call, inputs: tuple[Node, ...]) -> Node | None:
+        if call.op not in ops:
+            return None
+        known = {at: _value(n, values) for at, n in enumerate(inputs)}
+        left = [at for at, value in known.items() if value is None]
+        if len(left) == len(inputs):
+            return None
+        new = {at: Input(left.index(at)) if value is None else value for at, value in known.items()}
+        arguments = {n: new[v.index] if isinstance(v, Input) else v for n, v in call.arguments}
+        filled = call_of(call.op, arguments, call.types, context=call.context)
+        return node(filled, *[inputs[at] for at in left])
+
+    return rewrite(graph, rule)
+
+
+def _value(given: Node, values: Mapping[int, int]) -> int | None:
+    leaf = given.call
+    return values.get(leaf.index) if isinstance(leaf, Leaf) and leaf.kind == "offset" else None
 
 
 def is_call(value: Node, op: Any) -> bool:

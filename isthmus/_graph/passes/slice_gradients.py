@@ -17,7 +17,8 @@ from isthmus._graph.nodes import Call, Input, Node, Type, call_of, node
 from isthmus._graph.passes.rewrite import Rule, is_call, type_of
 
 _aten = torch.ops.aten
-_BACKWARDS = (_aten.select_backward.default, _aten.slice_backward.default)
+BACKWARDS = (_aten.select_backward.default, _aten.slice_backward.default)
+"""Gradients of slices; lazy mode records where a slice starts and ends as offsets, compiled in until they change."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,13 @@ class _Slice:
 
 def slice_gradients(graph: Graph) -> Rule | None:
     """Return the rule: a sum of gradients of slices that make up a tensor is one concatenation."""
-    if not any(is_call(n, op) for n in graph.nodes for op in _BACKWARDS):
+    if not any(is_call(n, op) for n in graph.nodes for op in BACKWARDS):
         return None
     # The slices that a sum adds up, for sums of nothing else.
     terms: dict[Node, tuple[_Slice, ...]] = {}
 
     def rule(call: Call, inputs: tuple[Node, ...]) -> Node | None:
-        if call.op in _BACKWARDS:
+        if call.op in BACKWARDS:
             piece = _slice(call, inputs[0])
             if piece is not None:
                 terms[node(call, *inputs)] = (piece,)

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from isthmus._graph.names import aten
 from isthmus._ops.common import Array, accumulation_dtype, cast
 from isthmus._ops.linalg.matmul import einsum
+from isthmus._ops.nn import cudnn_attention
 from isthmus._ops.registry import lowering
-from isthmus._runtime import compiler, private
 from isthmus.errors import Unsupported
 
 
@@ -28,8 +28,8 @@ def _bias(logits: Array, bias: Array | None, is_causal: bool) -> Array:
     return logits + cast(bias, logits.dtype)
 
 
-def _softmax(logits: Array) -> tuple[Array, Array]:
-    """Return the probabilities and the logarithm of each row's sum; a row of minus infinities gives zeros."""
+def softmax_with_sums(logits: Array) -> tuple[Array, Array, Array]:
+    """Return the probabilities, the logarithm of each row's sum and its maximum; minus infinities alone give zeros."""
     # The maximum cancels in the quotient, so its gradient is zero; computing it would cost a scatter.
     top = jax.lax.stop_gradient(logits.max(-1, keepdims=True, initial=-jnp.inf))
     finite = jnp.where(jnp.isneginf(top), jnp.zeros_like(top), top)
@@ -37,7 +37,7 @@ def _softmax(logits: Array) -> tuple[Array, Array]:
     total = powers.sum(-1, keepdims=True)
     empty = total == 0
     divided = powers / jnp.where(empty, jnp.ones_like(total), total)
-    return divided, (jnp.log(total) + finite).squeeze(-1)
+    return divided, (jnp.log(total) + finite).squeeze(-1), top.squeeze(-1)
 
 
 def attention(
@@ -55,41 +55,23 @@ def attention(
     grouped = query.reshape(batch, key.shape[1], shared, length, width)
     logits = einsum("bhgqd,bhkd->bhgqk", grouped, key, acc_dtype) * factor
     logits = _bias(logits.reshape(batch, heads, length, key.shape[2]), bias, is_causal)
-    chances, sums = _softmax(logits)
+    chances, sums, _ = softmax_with_sums(logits)
     split = cast(chances, value.dtype).reshape(batch, key.shape[1], shared, length, key.shape[2])
     out = einsum("bhgqk,bhkd->bhgqd", split, value, acc_dtype)
     return out.reshape(batch, heads, length, value.shape[-1]), sums
-
-
-def _flash_takes(query: Array, key: Array, value: Array, bias: Array | None, is_causal: bool) -> bool:
-    """Return whether cuDNN computes exactly this; with a mask, its rows that see nothing are not torch's."""
-    # cuDNN's kernels are for half types, and for head widths that are multiples of 8.
-    half = query.dtype in (jnp.bfloat16, jnp.float16)
-    shapes = key.shape == value.shape and (not is_causal or query.shape[2] == key.shape[2])
-    here = compiler.platform() == "gpu" and not compiler.is_portable()
-    return here and half and bias is None and shapes and query.shape[-1] % 8 == 0
 
 
 def _scale(query: Array, scale: float | None) -> float:
     return 1 / math.sqrt(query.shape[-1]) if scale is None else scale
 
 
-def flash_attention(
-    query: Array, key: Array, value: Array, is_causal: bool, scale: float | None
-) -> tuple[Array, Array]:
-    """Return what cuDNN's kernel gives, heads before lengths as torch has them, and the logarithms of its sums."""
-    q, k, v = (x.swapaxes(1, 2) for x in (query, key, value))
-    out, sums = private.cudnn_attention(q, k, v, is_causal, _scale(query, scale))
-    return out.swapaxes(1, 2), sums
-
-
 def _fastest(
     query: Array, key: Array, value: Array, bias: Array | None, is_causal: bool, scale: float | None
 ) -> tuple[Array, Array]:
-    if _flash_takes(query, key, value, bias, is_causal):
+    if cudnn_attention.serves(query, key, value, bias):
         # Which sizes it has is known to it alone, and said by raising.
         with contextlib.suppress(ValueError, NotImplementedError, RuntimeError):
-            return flash_attention(query, key, value, is_causal, scale)
+            return cudnn_attention.forward(query, key, value, bias, is_causal, _scale(query, scale))
     return attention(query, key, value, bias, is_causal, scale)
 
 
@@ -122,15 +104,7 @@ def fused_attention(
     return (out, cast(sums, jnp.float32), None, None, query.shape[-2], key.shape[-2], nothing, nothing, None)
 
 
-def _flash_gradients(
-    grad: Array, qkv: tuple[Array, ...], out: Array, sums: Array, is_causal: bool, scale: float | None
-) -> tuple[Array, ...]:
-    g, q, k, v, o = (x.swapaxes(1, 2) for x in (grad, *qkv, out))
-    gradients = private.cudnn_attention_gradients(g, q, k, v, o, sums, is_causal, _scale(qkv[0], scale))
-    return tuple(x.swapaxes(1, 2) for x in gradients)
-
-
-_SAVED = ("grad_input_mask", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
+_SAVED = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
 
 
 @lowering(aten._scaled_dot_product_fused_attention_overrideable_backward.default, matmul=True, ignores=_SAVED)
@@ -140,6 +114,7 @@ def fused_attention_backward(
     key: Array,
     value: Array,
     attn_bias: Array | None,
+    grad_input_mask: list[bool],
     out: Array,
     logsumexp: Array,
     dropout_p: float,
@@ -149,14 +124,17 @@ def fused_attention_backward(
     """The gradients for query, key, value and bias, with the probabilities computed again."""
     if dropout_p:
         raise Unsupported("dropout inside attention")
-    if query.ndim == 4 and _flash_takes(query, key, value, attn_bias, is_causal):
-        with contextlib.suppress(ValueError, NotImplementedError, RuntimeError):
-            gradients = _flash_gradients(
-                cast(grad_out, query.dtype), (query, key, value), out, logsumexp, is_causal, scale
-            )
-            return (*gradients, None)
-    acc_dtype = accumulation_dtype(query.dtype)
     floating = attn_bias is not None and jnp.issubdtype(attn_bias.dtype, jnp.floating)
+    wanted = floating and grad_input_mask[3]
+    bias = _lift_bias(attn_bias)
+    if query.ndim == 4 and cudnn_attention.serves(query, key, value, bias, wanted):
+        grad, factor = cast(grad_out, query.dtype), _scale(query, scale)
+        with contextlib.suppress(ValueError, NotImplementedError, RuntimeError):
+            *qkv, for_bias = cudnn_attention.gradients(
+                grad, query, key, value, bias, out, logsumexp, is_causal, factor, wanted
+            )
+            return (*qkv, _bias_gradient(attn_bias, for_bias))
+    acc_dtype = accumulation_dtype(query.dtype)
     operands = [query, key, value] + ([attn_bias] if floating else [])
 
     def forward(*inputs: Array) -> Array:
@@ -167,9 +145,14 @@ def fused_attention_backward(
 
     _, transpose = jax.vjp(forward, *operands)
     grads: list[Array | None] = list(transpose(cast(grad_out, acc_dtype)))
-    if attn_bias is not None and not floating:
-        grads.append(jnp.zeros_like(attn_bias))
-    return (*grads, None) if attn_bias is None else tuple(grads)
+    return (*grads[:3], _bias_gradient(attn_bias, grads[3] if floating else None))
+
+
+def _bias_gradient(bias: Array | None, grad: Array | None) -> Array | None:
+    """Return the gradient as torch announces it: one of the bias' shape wherever there is a bias."""
+    if bias is None:
+        return None
+    return jnp.zeros_like(bias) if grad is None else grad.reshape(bias.shape)
 
 
 @lowering(aten._scaled_dot_product_flash_attention_for_cpu.default, matmul=True)
@@ -205,5 +188,6 @@ def attention_for_cpu_backward(
     scale: float | None = None,
 ) -> tuple[Array | None, ...]:
     """The gradients for query, key and value; a mask that needs one never comes this way."""
-    saved = (attn_mask, out, logsumexp, dropout_p, is_causal, scale)
+    asked = [True, True, True, False]
+    saved = (attn_mask, asked, out, logsumexp, dropout_p, is_causal, scale)
     return fused_attention_backward(grad_out, query, key, value, *saved)[:3]
