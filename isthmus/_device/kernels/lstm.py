@@ -6,6 +6,7 @@ whole layer, has a derivative that can be differentiated again, and a lowering: 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from isthmus._ops.registry import registry
 
 _LSTM = 2  # oneDNN's number for this kind of network
 _LAYER = _aten.mkldnn_rnn_layer.default
+_GRADIENTS = _aten.mkldnn_rnn_layer_backward.default
 _WHOLE = _aten.lstm.input
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -73,7 +75,7 @@ def _no_bias(weight: Tensor) -> Tensor:
 
 def _fits(input: Tensor, hx: list[Tensor], params: list[Tensor], has_biases: bool, layers: int) -> bool:
     """Return whether a layer is what the one op computes; everything else, errors included, is torch's."""
-    if _LAYER not in registry or input.dim() != 3 or 0 in input.shape or len(hx) != 2:
+    if input.dim() != 3 or 0 in input.shape or len(hx) != 2 or not _is_served(input.dtype):
         return False
     tensors = [input, *hx, *params]
     if not all(t.dtype == input.dtype and t.device == input.device for t in tensors):
@@ -85,6 +87,45 @@ def _fits(input: Tensor, hx: list[Tensor], params: list[Tensor], has_biases: boo
     whole = all(w.dim() < 2 or tuple(w.shape) == (4 * width, w.size(1)) for w in params)
     # The layer's gradients are float32, as oneDNN's are: too coarse for float64.
     return input.dtype in _DTYPES and hx[0].size(0) == layers and whole
+
+
+@functools.cache
+def _is_served(dtype: torch.dtype) -> bool:
+    """Return whether this torch can say of which shapes and dtypes a layer's results and gradients are."""
+    if _LAYER not in registry or _GRADIENTS not in registry:
+        return False
+    x, state = torch.empty(1, 1, 1, dtype=dtype, device="meta"), torch.empty(1, 1, dtype=dtype, device="meta")
+    weights = [torch.empty(4, 1, dtype=dtype, device="meta")] * 2
+    weights += [torch.empty(4, dtype=dtype, device="meta")] * 2
+    try:
+        y, h, c, workspace = _LAYER(
+            x, *weights, state, state, False, [], _LSTM, 1, 1, True, False, False, True
+        )
+        _GRADIENTS(
+            x,
+            *weights,
+            state,
+            state,
+            y,
+            h,
+            c,
+            y,
+            h,
+            c,
+            False,
+            _LSTM,
+            1,
+            1,
+            True,
+            True,
+            False,
+            [],
+            False,
+            workspace,
+        )
+    except Exception:  # of any kind: a Meta kernel that this release lacks, or that checks other things
+        return False
+    return True
 
 
 AUTOGRAD_KERNELS = {"lstm.input": lstm}
