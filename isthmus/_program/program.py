@@ -104,7 +104,8 @@ class CompiledProgram:
         lines: with a mesh, the lines of user code that nodes come from; collectives are listed by them.
         constants: values of the offsets that are compiled in, by index; ``moving`` are the other offsets.
         differentiable: whether JAX may differentiate through the program.
-        build: what compiles the traced function; for symbolic sizes it is traced and compiled later.
+        build: what compiles the traced function, ``compiler.build`` if None; for symbolic sizes it is traced and
+            compiled later.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class CompiledProgram:
         constants: Mapping[int, int] | None = None,
         moving: Sequence[int] = (),
         differentiable: bool = False,
-        build: Callable[..., Any] = compiler.build,
+        build: Callable[..., Any] | None = None,
         options: Mapping[str, Any] | None = None,
         title: str = "a program",
     ) -> None:
@@ -158,8 +159,8 @@ class CompiledProgram:
         arrays_of, extras = separated(self._trace)
         try:
             spread = across(graph)
-            build = build if spread is None else spread.build
-            self.executable = build(arrays_of, self._examples(kinds), donated, options, title)
+            make = spread.build if spread is not None else build or compiler.build
+            self.executable = make(arrays_of, self._examples(kinds), donated, options, title)
         except CallFailure as failure:
             # Named by the node that was recorded, not by what passes made of it.
             raise CallFailure(graph.origins.get(failure.node, failure.node), failure.cause) from failure.cause

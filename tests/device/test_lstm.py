@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import isthmus
-from isthmus._device.kernels import rnn
+from isthmus._device.kernels import lstm
 
 
 def pair(*args, dtype=torch.float32, **kwargs):
@@ -20,14 +20,15 @@ def pair(*args, dtype=torch.float32, **kwargs):
 def layers(monkeypatch):
     """Return the layers that were run as one op."""
     seen = []
-    theirs = rnn._LAYER
+    theirs = lstm._LAYER
+    torch.zeros(1, device="jax")  # loads the lowerings
+    assert all(map(lstm._is_served, lstm._DTYPES))  # asked of the real op, and remembered
 
     def layer(*args):
         seen.append(args[7])
         return theirs(*args)
 
-    monkeypatch.setattr(rnn, "_LAYER", layer)
-    monkeypatch.setattr(rnn, "registry", {layer: None})
+    monkeypatch.setattr(lstm, "_LAYER", layer)
     return seen
 
 
@@ -75,9 +76,14 @@ def test_gradients_of_gradients():
         assert torch.allclose(a.cpu().double(), b, rtol=1e-3, atol=1e-5)
 
 
-def test_dropout_between_layers_drops_in_training_alone():
-    model, ours = pair(3, 8, 2, dropout=0.5)
-    x = torch.randn(4, 2, 3)
+@pytest.mark.parametrize(
+    ("kwargs", "dtype"),
+    [({}, torch.float32), ({"proj_size": 2}, torch.float32), ({}, torch.float64)],
+    ids=["layers", "projection", "double"],
+)
+def test_dropout_between_layers_drops_in_training_alone(kwargs, dtype):
+    model, ours = pair(3, 8, 2, dropout=0.5, dtype=dtype, **kwargs)
+    x = torch.randn(4, 2, 3, dtype=dtype)
     one, other = (ours(x.to("jax"))[0] for _ in range(2))
     assert not torch.equal(one, other)
     assert torch.allclose(ours.eval()(x.to("jax"))[0].cpu(), model.eval()(x)[0], atol=1e-5)

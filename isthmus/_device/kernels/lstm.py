@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isthmus import config
+from isthmus._device.core import mode
+from isthmus._device.torch_glue.private import composite
 from isthmus._graph.names import aten as _aten
 from isthmus._ops.registry import registry
 
@@ -36,7 +39,7 @@ def lstm(
     """Run every layer and direction of an LSTM as one op, or all of it step by step as torch takes it apart."""
     arguments = (has_biases, num_layers, dropout, train, bidirectional, batch_first)
     if not _fits(input, hx, params, has_biases, num_layers * (2 if bidirectional else 1)):
-        return _WHOLE.decompose(input, hx, params, *arguments)
+        return composite(_WHOLE, input, hx, params, *arguments)
     directions = 2 if bidirectional else 1
     each = 4 if has_biases else 2
     x = input.transpose(0, 1) if batch_first else input
@@ -77,6 +80,8 @@ def _fits(input: Tensor, hx: list[Tensor], params: list[Tensor], has_biases: boo
     """Return whether a layer is what the one op computes; everything else, errors included, is torch's."""
     if input.dim() != 3 or 0 in input.shape or len(hx) != 2 or not _is_served(input.dtype):
         return False
+    if mode.current.lazy and config.backend != "xla":
+        return False  # a graph for another backend is to have ops that any backend knows
     tensors = [input, *hx, *params]
     if not all(t.dtype == input.dtype and t.device == input.device for t in tensors):
         return False

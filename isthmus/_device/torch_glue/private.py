@@ -238,6 +238,15 @@ def _flex_attention_autocast(*args: Any) -> Any:
         return flex_attention(*queries_keys_values, *args[3:])
 
 
+def composite(op: OpOverload, *args: Any) -> Any:
+    """Run the C++ kernel of an op that torch composes of others.
+
+    ``op.decompose`` takes a kernel in Python where torch has one, and that of ``lstm`` never drops anything between
+    layers (torch 2.13: ``_rnn_helper`` compares ``num_layers < i - 1``).
+    """
+    return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args)
+
+
 def trace_as_objects(cls: type) -> None:
     """Let Dynamo break a graph at methods and draws of a generator of this class, as at those of torch's own class.
 
