@@ -30,7 +30,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from isthmus._device.core import mode
 from isthmus._device.core.transfers import array_of, write_array
-from isthmus._device.torch_glue import registration
+from isthmus._device.torch_glue import patches, registration
 from isthmus._device.torch_glue.private import hide_from_dynamo
 from isthmus._distributed import agreement, collectives, start
 from isthmus._distributed.collectives import RankMesh, each, padded_size
@@ -54,6 +54,7 @@ def create(options: Any) -> JaxGroup:
     compiled_collectives.install()
     dtensor_strategies.install()
     unused_parameters.install()
+    patches.replace("torch.distributed.distributed_c10d", "_maybe_attach_flight_recorder", _unless_ours)
     return JaxGroup(options.store, options.group_rank, ranks, options.timeout)
 
 
@@ -102,6 +103,15 @@ _OLD_NAMES = {
     "reduce_scatter_single": "_reduce_scatter_base",
     "all_to_all_single": "alltoall_base",
 }
+
+
+def _unless_ours(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch's function that attaches its flight recorder, without effect on groups of this backend."""
+
+    def attach(group: Any, *args: Any, **kwargs: Any) -> Any:
+        return None if isinstance(group, JaxGroup) else theirs(group, *args, **kwargs)
+
+    return attach
 
 
 class JaxGroup(dist.ProcessGroup):

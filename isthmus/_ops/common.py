@@ -144,9 +144,14 @@ def _through_float32(array: Array, dtype: DType) -> Array:
     if dtype.name.endswith("fnuz"):
         # XLA joins two conversions to one, and that makes nan of negative numbers that round to 0: it has no -0.
         floats = jnp.where(abs(floats) <= float(jnp.finfo(dtype).smallest_subnormal) / 2, 0.0, floats)
-    if dtype.name == "float8_e4m3fn" and _saturates():
+    if dtype.name == "float8_e4m3fn":
         largest = float(jnp.finfo(dtype).max)
-        floats = jnp.where(jnp.isnan(floats), floats, jnp.clip(floats, -largest, largest))
+        if _saturates():
+            floats = jnp.where(jnp.isnan(floats), floats, jnp.clip(floats, -largest, largest))
+        else:
+            # Past 464, half a step above the largest, there is only nan. XLA joins the conversion with one from
+            # float16 before it, and that makes -0 of 496.
+            floats = jnp.where(jnp.abs(floats) > 464, jnp.copysign(jnp.inf, floats), floats)
     return floats.astype(dtype)
 
 

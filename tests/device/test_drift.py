@@ -44,7 +44,6 @@ NEEDED = {
     "torch._C.Generator",
     "torch._prims_common.ELEMENTWISE_TYPE_PROMOTION_KIND",
     "torch._prims_common.elementwise_dtypes",
-    "torch.utils._python_dispatch.TorchDispatchMode",
     "torch.utils.backend_registration._setup_privateuseone_for_python_backend",
 }
 QUICK = [

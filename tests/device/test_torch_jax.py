@@ -21,23 +21,23 @@ ABSENT = {
         "host_memory_stats_as_nested_dict reset_accumulated_host_memory_stats reset_peak_host_memory_stats "
         "get_per_process_memory_fraction"
     ),
-    "capturing CUDA graphs by hand": "CUDAGraph graph graph_pool_handle",
+    "capturing CUDA graphs by hand": "CUDAGraph graph graph_pool_handle export_dot export_graph_data",
     "legacy tensor and storage types of one dtype": (
         "BFloat16Storage BFloat16Tensor BoolStorage BoolTensor ByteStorage ByteTensor CharStorage CharTensor "
         "ComplexDoubleStorage ComplexFloatStorage DoubleStorage DoubleTensor FloatStorage FloatTensor HalfStorage "
         "HalfTensor IntStorage IntTensor LongStorage LongTensor ShortStorage ShortTensor"
     ),
     "generators of devices, of which Python can make no default one": "default_generators",
-    "what its file imports": "Callable NewType Optional TYPE_CHECKING cast lru_cache",
 }
 
 
 def test_what_torch_cuda_has_is_there_or_absent_for_a_reason() -> None:
     absent = {name for names in ABSENT.values() for name in names.split()}
+    named = vars(torch.cuda).items()
     names = {
         name
-        for name, value in vars(torch.cuda).items()
-        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+        for name, value in named
+        if name in torch.cuda.__all__ and not isinstance(value, types.ModuleType)
     }
     assert {name for name in names if not hasattr(torch.jax, name)} <= absent
     for name in absent & names:

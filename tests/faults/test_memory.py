@@ -42,7 +42,7 @@ _NOISE = 1_000_000
 _OBJECTS = 500
 
 
-def check(mode: str, warm: int, middle: int, last: int) -> None:
+def check(mode: str, warm: int, middle: int, last: int, resident: bool = True) -> None:
     ran = fresh(TRAIN, mode, str(warm), str(middle), str(last), timeout=1500)
     assert ran.returncode == 0, ran.stderr[-3000:]
     _, before, after = json.loads(ran.stdout.splitlines()[-1])
@@ -50,7 +50,8 @@ def check(mode: str, warm: int, middle: int, last: int) -> None:
     assert after["arrays"] == before["arrays"]
     assert after["bytes"] == before["bytes"]
     assert after["objects"] <= before["objects"] + _OBJECTS
-    assert after["resident"] <= before["resident"] + _NOISE, (before, after)
+    if resident:
+        assert after["resident"] <= before["resident"] + _NOISE, (before, after)
 
 
 @pytest.mark.slow
@@ -61,7 +62,7 @@ def test_three_thousand_steps_take_the_memory_of_a_thousand(mode: str) -> None:
 
 
 def test_a_short_run_leaks_no_arrays_and_no_objects() -> None:
-    check("lazy", 20, 40, 600)
+    check("lazy", 20, 40, 600, resident=False)  # which moves most in the first thousand steps
 
 
 # The process may map another gigabyte; the sorted rows take two.

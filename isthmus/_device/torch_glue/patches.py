@@ -221,6 +221,14 @@ TABLE: tuple[Patch, ...] = (
         for name in ("_ddp_init_helper", "_set_static_graph", "_post_forward")
     ),
     Patch(
+        "torch.distributed.distributed_c10d",
+        "_maybe_attach_flight_recorder",
+        GROUP,
+        "the flight recorder asks a group for the name of its backend in C++, and a group in Python has none",
+        optional=True,
+        versions="torch 2.15 and later",
+    ),
+    Patch(
         "torch.nn.Module",
         "__init__",
         CALL,
