@@ -188,6 +188,8 @@ def build(
         clock.lap("trace")
         lowered = traced.lower()
         clock.lap("lower")
+        # An executable names its devices, and the key of the cache knows nothing of a mesh's order of them.
+        cached = cached and placement.home is None
         compiled = executable_cache.load(lowered, donate, options) if cached else None
         if compiled is None:
             try:
