@@ -91,6 +91,8 @@ def failures(
                 failed[f"rank {rank}, {name}"] = text
             else:
                 passed.add(name)
+    for name, text in failed.items():
+        print(f"{name}\n{text}")  # whole: pytest shortens what an assertion compares
     return {**failed, "passed": len(passed)}
 
 
