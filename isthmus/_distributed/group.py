@@ -54,7 +54,8 @@ def create(options: Any) -> JaxGroup:
     compiled_collectives.install()
     dtensor_strategies.install()
     unused_parameters.install()
-    patches.replace("torch.distributed.distributed_c10d", "_maybe_attach_flight_recorder", _unless_ours)
+    for name in ("_maybe_attach_flight_recorder", "_get_split_source"):
+        patches.replace("torch.distributed.distributed_c10d", name, _unless_ours)
     return JaxGroup(options.store, options.group_rank, ranks, options.timeout)
 
 
@@ -106,12 +107,12 @@ _OLD_NAMES = {
 
 
 def _unless_ours(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch's function that attaches its flight recorder, without effect on groups of this backend."""
+    """Return a function of torch's on groups, which does nothing and returns None for those of this backend."""
 
-    def attach(group: Any, *args: Any, **kwargs: Any) -> Any:
+    def ours(group: Any, *args: Any, **kwargs: Any) -> Any:
         return None if isinstance(group, JaxGroup) else theirs(group, *args, **kwargs)
 
-    return attach
+    return ours
 
 
 class JaxGroup(dist.ProcessGroup):

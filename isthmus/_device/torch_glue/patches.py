@@ -229,6 +229,12 @@ TABLE: tuple[Patch, ...] = (
         versions="torch 2.15 and later",
     ),
     Patch(
+        "torch.distributed.distributed_c10d",
+        "_get_split_source",
+        GROUP,
+        "new_group of torch 2.15 hands the default group's backend to C++ to be split, and one in Python is refused",
+    ),
+    Patch(
         "torch.nn.Module",
         "__init__",
         CALL,
