@@ -45,7 +45,7 @@ def test_what_torch_cuda_has_is_there_or_absent_for_a_reason() -> None:
 
 
 def test_memory() -> None:
-    x = torch.zeros(1000, device="jax")
+    x = torch.ones(3_000_001, device="jax")  # larger than what other tests leave behind
     assert torch.jax.memory_allocated() >= x.nbytes
     assert torch.jax.max_memory_allocated() >= torch.jax.memory_allocated()
     free, total = torch.jax.mem_get_info()
@@ -57,8 +57,8 @@ def test_memory() -> None:
     )
     summary = torch.jax.memory_summary()
     assert "MiB" in summary
-    assert "float32[1000]" in summary
-    assert "float32[1000]" not in torch.jax.memory_summary(abbreviated=True)
+    assert "float32[3000001]" in summary
+    assert "float32[3000001]" not in torch.jax.memory_summary(abbreviated=True)
     assert torch.jax.memory.memory_allocated is torch.jax.memory_allocated
     with pytest.raises(RuntimeError, match=r"XLA_PYTHON_CLIENT_MEM_FRACTION=0\.5"):
         torch.jax.set_per_process_memory_fraction(0.5)

@@ -57,6 +57,7 @@ def _export(model: nn.Module, batch: Batch, path: Path, **options: Any) -> nn.Mo
     [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in NAMES],
 )
 def test_a_family_computes_what_eager_does(name: str, tmp_path: Path) -> None:
+    isthmus.metrics.clear()  # of what other tests ran on the CPU
     model, batch = _model(name), NAMES[name].batch(torch.Generator().manual_seed(1))
     _check(model, _export(model, batch, tmp_path), batch)
     assert isthmus.metrics.fallbacks() == {}
