@@ -109,6 +109,7 @@ def _compare(family: Family, device: str) -> None:
     torch.manual_seed(0)
     model = family.model()
     ours = copy.deepcopy(model).to(device)
+    isthmus.metrics.clear()  # of what other tests ran on the CPU
     call = torch.compile(ours, backend="isthmus", options={"fallback": "error"})
     g = torch.Generator().manual_seed(1)
     batches = [family.batch(g) for _ in range(2)]
