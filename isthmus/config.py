@@ -112,7 +112,7 @@ class Settings:
         "exact",
         "What lazy mode compiles for sizes that change: a program per size, or, from the second size of a graph on, "
         "programs for ranges of sizes on padded arrays.",
-        choices=("exact", "auto", "ranges"),
+        choices=("exact", "auto"),
         variable="ISTHMUS_SHAPES",
     )
     buckets: int = _settings.setting(

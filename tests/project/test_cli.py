@@ -64,6 +64,7 @@ def test_doctor_lists_skipped_patches_without_failing(
 ) -> None:
     from isthmus._device.torch_glue import patches
 
+    torch.zeros(1, device="jax")  # with it the patches come that wait for the first tensor
     patch = patches.Patch("torch.Tensor", "no_such_name", patches.TENSOR, "it shows what is lost")
     monkeypatch.setitem(patches.skipped, patch, "no attribute")
     assert main(["doctor"]) == 0
