@@ -11,11 +11,14 @@ import torch
 
 from isthmus._device.core import decompose
 from isthmus._device.kernels import register
+from isthmus._device.torch_glue import registration
 from isthmus._device.torch_glue.private import has_kernel, op_names
 from isthmus._graph.private import OpOverload
 from isthmus._graph.schema import functional_of, mutating_of, schema_of
 from isthmus._ops.registry import place_of_function, registry
 
+# Importing kernels registers them, and torch then never asks for the rest of the device: its patches, autocast.
+registration.load()
 _OPS = Path(__file__).parent / "_ops"
 _RUNS_ON_CPU = (
     "CPU",

@@ -90,10 +90,12 @@ def _devices(report: Report) -> None:
 
 
 def _registry(report: Report) -> None:
-    from isthmus._device.kernels import register  # noqa: F401  # files every lowering and registers it with torch
+    from isthmus._device.torch_glue.registration import load
     from isthmus._graph.names import Missing
     from isthmus._ops.registry import refused, registry
 
+    # Not the kernels alone: with them registered nothing would load the patches that tensors need.
+    load()
     report.say("lowerings", f"{len(registry)} overloads")
     # Ops of these take their decomposition or the CPU, in another torch than the lowerings were written for.
     missing = sorted(name for name in refused if name in Missing.found)

@@ -15,6 +15,7 @@ import torch
 import isthmus
 from isthmus import _upstream, doctor, metrics
 from isthmus.cli import main
+from tests.interpreters import fresh
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,6 +58,21 @@ def test_doctor_lists_what_was_refused_and_switched_off_without_failing(
     said = capsys.readouterr().out
     assert "refused        aten.toy.default lost an argument" in said
     assert "switched off   fast_call: calls take longer (TypeError: no)" in said
+
+
+@pytest.mark.parametrize("first", ["isthmus.coverage", "isthmus.doctor"])
+def test_asking_about_ops_first_leaves_a_whole_device(first: str, tmp_path: Path) -> None:
+    code = f"""
+import importlib, torch
+module = importlib.import_module({first!r})
+if hasattr(module, "_registry"):  # what doctor prints of the lowerings
+    module._registry(type("Report", (), {{"say": print}}))
+x = torch.arange(4.0, device="jax")
+torch.save(x, {str(tmp_path / "x.pt")!r})
+assert torch.equal(torch.load({str(tmp_path / "x.pt")!r}).cpu(), x.cpu())
+"""
+    ran = fresh(code)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_doctor_lists_skipped_patches_without_failing(
