@@ -8,9 +8,12 @@ only ``import isthmus`` does, on every machine.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import warnings
+from collections.abc import Iterator
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
@@ -105,21 +108,35 @@ def make_room() -> None:
         del torch.jax, sys.modules["torch.jax"]  # type: ignore[attr-defined]
 
 
-asked_for = True
-"""Whether whoever imports ``isthmus`` wants the device; the backend for tensors of other devices does not."""
+_adds_device = ContextVar("whether importing isthmus adds the device", default=True)
+
+
+def adds_device() -> bool:
+    """Return whether an import of ``isthmus`` that is under way adds the device."""
+    return _adds_device.get()
+
+
+@contextlib.contextmanager
+def backend_alone() -> Iterator[None]:
+    """Let imports in this block add no device where torch has an accelerator of its own.
+
+    ``torch.compile(backend="isthmus")`` of CUDA tensors needs the package, and not the device, which would cost torch
+    its own.
+    """
+    token = _adds_device.set(rival() is None)
+    try:
+        yield
+    finally:
+        _adds_device.reset(token)
 
 
 def __getattr__(name: str) -> Any:
     """Load the backend when torch looks it up, before it traces anything, and without a device torch would pay for."""
-    global asked_for
     if name != "backend":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    asked_for = rival() is None
-    try:
+    with backend_alone():
         from isthmus import _upstream
 
         _upstream.require_jax()
         from isthmus._dynamo.backend import isthmus
-    finally:
-        asked_for = True
     return isthmus

@@ -4,6 +4,9 @@
     python benchmarks/gpu.py --models llama bert --contenders inductor jit step
     python benchmarks/gpu.py --parallel 6 ...                            # first calls side by side, timings alone
     python benchmarks/gpu.py --profile ...                               # the kernels a step spends its time in
+    python benchmarks/gpu.py --label monday --minutes 9 --resume         # again and again, until nothing is left
+    python benchmarks/gpu.py --second --pairs llama:jit llama:inductor   # first calls, and those of a second process
+    python benchmarks/gpu.py --exits 20 --pairs llama:cuda-step          # how as many processes end
     python benchmarks/gpu.py --tiny --device cpu ...                     # to try it without a GPU
 
 Every contender runs in a process of its own, with a time limit. It builds the model, makes its first call and trains
@@ -12,7 +15,9 @@ that are each waited for, and steps that are only waited for at the end. Fallbac
 graphs that stayed outside of programs, make it fail. ``--parallel`` lets several do the first part at a time, which
 makes first calls slower and nothing else; without it one follows the other.
 
-Results are printed as a table and appended to ``benchmarks/results/gpu.jsonl``, one line for each.
+Results are printed as a table and appended to ``benchmarks/results/gpu.jsonl``, one line for each, with the ``--label``
+they were measured under; ``--resume`` leaves out what that file has under the same label. ``benchmarks/generate.py``
+measures ``generate()`` and keeps its results there too.
 """
 
 from __future__ import annotations
@@ -195,6 +200,9 @@ def contend(options: argparse.Namespace) -> None:
     losses += [contender.step() for _ in range(_LOSSES - 1)]
     contender.wait()
     record: Record = {"first call s": first, "losses": [float(loss) for loss in losses]}
+    if options.first:
+        print(json.dumps(record), flush=True)
+        return
     if options.forward:
         contender.model.eval()
         contender.forward()
@@ -281,17 +289,73 @@ class Process:
         return found
 
 
-def run(options: argparse.Namespace) -> Iterator[Record]:
-    """Run the contenders that are chosen, and give the results of each."""
+def wanted(options: argparse.Namespace) -> list[tuple[str, str]]:
+    """Return the models and contenders to run, in their order, without those that ``--resume`` leaves out."""
     pairs = [(model, contender) for model in options.models for contender in options.contenders]
-    pairs = [tuple(pair.split(":")) for pair in options.pairs] or pairs
-    for at in range(0, len(pairs), options.parallel):
-        processes = [
-            Process(model, contender, options) for model, contender in pairs[at : at + options.parallel]
+    if options.pairs:
+        pairs = [
+            (model, contender) for model, _, contender in (pair.partition(":") for pair in options.pairs)
         ]
+    done = set()
+    if options.resume and options.results.exists():
+        rows = [json.loads(line) for line in options.results.read_text().splitlines()]
+        # A row of another kind (exits, second processes, generate()) has no time of a step.
+        rows = [row for row in rows if row.get("label") == options.label and "step ms" in row]
+        done = {(row["model"], row["contender"]) for row in rows}
+    return [pair for pair in pairs if pair not in done]
+
+
+def run(options: argparse.Namespace) -> Iterator[Record]:
+    """Run the contenders that are chosen, as many as there is time for, and give the results of each."""
+    pairs, ends = wanted(options), time.monotonic() + 60 * options.minutes
+    for at in range(0, len(pairs), options.parallel):
+        # The timed parts follow one another.
+        together = pairs[at : at + options.parallel]
+        if time.monotonic() + options.limit + _TIMING * (len(together) - 1) > ends:
+            print("no time left for " + " ".join(":".join(pair) for pair in pairs[at:]), flush=True)
+            return
+        processes = [Process(model, contender, options) for model, contender in together]
         ready = [process.ready() for process in processes]
         for process, warm in zip(processes, ready, strict=True):
             yield process.finish(warm)
+
+
+def first_call(model: str, contender: str, options: argparse.Namespace, caches: Path) -> tuple[int, float]:
+    """Return how a process ends that makes its first call with these caches on disk, and the seconds of that call."""
+    command = [sys.executable, __file__, "--be", "--first", "--models", model, "--contenders", contender]
+    command += ["--device", options.device, *(["--tiny"] if options.tiny else [])]
+    environment = {**os.environ, "ISTHMUS_FALLBACK": "error", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    environment |= {
+        "ISTHMUS_CACHE": str(caches / "isthmus"),
+        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
+    }
+    if contender in ("cuda", "inductor"):
+        environment.pop("ISTHMUS_AUTOLOAD", None)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=options.limit)
+    except subprocess.TimeoutExpired:
+        return -1, float("nan")
+    lines = done.stdout.strip().splitlines()
+    # One that answered and then ended badly has both: its answer and its exit status.
+    return done.returncode, json.loads(lines[-1])["first call s"] if lines else float("nan")
+
+
+def again(options: argparse.Namespace) -> Iterator[Record]:
+    """Run each contender in several processes that share caches on disk: their first calls, and how they end."""
+    for model, contender in wanted(options):
+        with tempfile.TemporaryDirectory() as caches:
+            found = [
+                first_call(model, contender, options, Path(caches)) for _ in range(max(2, options.exits))
+            ]
+        statuses, seconds = zip(*found, strict=True)
+        yield {
+            "model": model,
+            "contender": contender,
+            "processes": len(found),
+            "bad exits": [status for status in statuses if status],
+            "first call s": seconds[0],
+            "second process s": seconds[1],
+        }
 
 
 def show(records: list[Record]) -> None:
@@ -337,6 +401,17 @@ def main() -> None:
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--pairs", nargs="+", default=[], help="instead of both: llama:jit bert:step")
     parser.add_argument("--parallel", type=int, default=1, help="processes at a time, until they are timed")
+    parser.add_argument("--label", default="", help="what rows of these results are marked with")
+    parser.add_argument(
+        "--resume", action="store_true", help="leave out what the file of results has, by label"
+    )
+    parser.add_argument("--minutes", type=float, default=600, help="start nothing that may not end by then")
+    parser.add_argument(
+        "--second", action="store_true", help="first calls in two processes that share caches"
+    )
+    parser.add_argument(
+        "--exits", type=int, default=0, help="the same in so many processes, and how each ends"
+    )
     parser.add_argument("--limit", type=float, default=300, help="seconds that a process may take")
     parser.add_argument("--no-forward", dest="forward", action="store_false", help="training steps alone")
     parser.add_argument("--profile", action="store_true", help="also list the kernels of a step")
@@ -346,20 +421,24 @@ def main() -> None:
         "--results", type=Path, default=_RESULTS, help="the file that results are appended to"
     )
     parser.add_argument("--be", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--first", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.be:
         contend(options)
         return
     records = []
     options.results.parent.mkdir(parents=True, exist_ok=True)
-    for record in run(options):
+    several = options.second or options.exits > 0
+    for record in again(options) if several else run(options):
+        record["label"] = options.label
         records.append(record)
         with options.results.open("a") as file:
             file.write(json.dumps(record) + "\n")
         print(json.dumps({k: v for k, v in record.items() if k != "kernels"})[:600], flush=True)
         for name, share in record.get("kernels", []):
             print(f"    {share:8.3f} ms  {name[:150]}")
-    show(records)
+    if not several:
+        show(records)
 
 
 if __name__ == "__main__":

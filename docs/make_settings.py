@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from isthmus import _settings, config
-from isthmus._dynamo.options import REMOVED, Options
+from isthmus._dynamo.options import Options
 
 OUTPUT = Path(__file__).parent / "settings.md"
 
@@ -50,13 +50,11 @@ graphs, which XLA decides by itself, and raise.
 
 def text() -> str:
     """Return the page."""
-    removed = "\n".join(f"The option `{name}` is refused: {why}.\n" for name, why in REMOVED.items())
     parts = [
         HEAD,
         _settings.table(config.Settings) + "\n",
         VARIABLES,
         _settings.table(Options) + "\n",
-        removed,
         MODE,
     ]
     return "\n".join(parts)

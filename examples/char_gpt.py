@@ -1,15 +1,18 @@
 """Train a small character-level GPT on Python's own documentation: plain PyTorch, only the device is new.
 
-python examples/char_gpt.py                  # trains on "jax", then a few steps on "cpu" to compare
+python examples/char_gpt.py                  # trains on "jax" and writes some text
 python examples/char_gpt.py --device cpu     # the same program on another device
+
+``demo.py`` trains the same model in every mode there is.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pydoc_data.topics import topics
 
 import torch
@@ -76,8 +79,15 @@ class Text:
             chosen = windows[torch.randint(len(windows), (BATCH,), generator=order)].to(device)
             yield chosen[:, :-1], chosen[:, 1:]
 
-    def show(self, codes: Iterator[int] | list[int]) -> str:
+    def show(self, codes: Iterable[int]) -> str:
         return "".join(self.letters[code] for code in codes)
+
+    def sample(self, model: GPT, device: str) -> str:
+        """Return the beginning of the text, and what the model writes after it."""
+        torch.manual_seed(0)
+        prompt = self.data[:CONTEXT].tolist()
+        written = self.show(model.generate(torch.tensor([prompt], device=device), 300))
+        return "  " + (self.show(prompt) + "|" + written).replace("\n", "\n  ")
 
 
 class Progress:
@@ -97,33 +107,29 @@ class Progress:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-def train(text: Text, device: str, steps: int, report: bool = True) -> tuple[GPT, float, list[float]]:
-    """Train on ``device`` and return the model, tokens per second after warm-up, and the losses reported."""
-    torch.manual_seed(0)
-    model = GPT(len(text.letters)).to(device)  # drawn on the CPU: every device starts from the same weights
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps + 1)
-    progress, losses, batches = Progress(steps), [], text.batches(device)
-    warm_up, every = min(5, steps // 2), max(1, steps // 10)
-    started = time.perf_counter()
-    for step in range(1, steps + 1):
-        inputs, wanted = next(batches)
-        loss = F.cross_entropy(model(inputs).flatten(0, 1), wanted.flatten())
-        optimizer.zero_grad()
+class Training:
+    """A model on a device, and the step that trains it: the same weights and batches on every device."""
+
+    def __init__(self, text: Text, device: str, steps: int) -> None:
+        torch.manual_seed(0)
+        self.model = GPT(len(text.letters)).to(device)  # drawn on the CPU
+        # In tensors the learning rate and the step can change without anything being compiled or recorded anew.
+        rate = torch.tensor(3e-3, device=device)
+        on_device = torch.device(device).type != "cpu"
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=rate, weight_decay=0.01, capturable=on_device
+        )
+        cosine = lambda step: 0.5 * (1 + math.cos(math.pi * step / steps))  # noqa: E731
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, cosine)
+
+    def step(self, inputs: Tensor, wanted: Tensor) -> Tensor:
+        """Train on one batch and return its loss, which is still on the device."""
+        loss = F.cross_entropy(self.model(inputs).flatten(0, 1), wanted.flatten())
+        self.optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        progress(step, f"on {device}")
-        if step in (warm_up, steps) or (report and (step == 1 or step % every == 0)):
-            losses.append(loss.item())  # waits for the device
-            if step == warm_up:
-                started = time.perf_counter()
-            if report:
-                progress.clear()
-                print(f"  step {step:4}  loss {losses[-1]:.3f}", flush=True)
-    progress.clear()
-    return model, (steps - warm_up) * BATCH * CONTEXT / (time.perf_counter() - started), losses
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        return loss.detach()
 
 
 def main() -> int:
@@ -134,28 +140,23 @@ def main() -> int:
     if options.steps < 2:
         parser.error("--steps must be at least 2")
     text = Text()
-    size = sum(p.numel() for p in GPT(len(text.letters)).parameters())
+    training = Training(text, options.device, options.steps)
+    size = sum(p.numel() for p in training.model.parameters())
     print(f"A GPT of {size:,} parameters learns {len(text.data):,} characters of Python's documentation")
     print(f"on {options.device!r}, {options.steps} steps of {BATCH * CONTEXT} characters:")
-    model, speed, losses = train(text, options.device, options.steps)
-
-    print("\nIt writes:\n")
-    torch.manual_seed(0)
-    prompt = text.data[:CONTEXT].tolist()
-    written = text.show(model.generate(torch.tensor([prompt], device=options.device), 300))
-    print("  " + (text.show(prompt) + "|" + written).replace("\n", "\n  "))
-
-    print(f"\nloss {losses[0]:.2f} -> {losses[-1]:.2f}\n{options.device:5} {speed:10,.0f} characters/s")
-    if options.device != "cpu":
-        _, beside, _ = train(text, "cpu", max(2, options.steps // 8), report=False)
-        print(f"{'cpu':5} {beside:10,.0f} characters/s, the same program on CPU torch")
-    if torch.device(options.device).type == "jax":
-        import isthmus.metrics
-
-        fallen = isthmus.metrics.fallbacks()
-        listed = ", ".join(f"{op} ({times} times)" for op, times in fallen.items())
-        print(f"ops that ran on the CPU: {listed or 'none'}")
-        print(f"programs compiled: {isthmus.metrics.counts()['compilations']}")
+    progress, losses, started = Progress(options.steps), [], time.perf_counter()
+    every = max(1, options.steps // 10)
+    for step, batch in zip(range(1, options.steps + 1), text.batches(options.device), strict=False):
+        loss = training.step(*batch)
+        training.schedule.step()
+        progress(step, f"on {options.device}")
+        if step == 1 or step % every == 0 or step == options.steps:
+            losses.append(loss.item())  # waits for the device
+            progress.clear()
+            print(f"  step {step:4}  loss {losses[-1]:.3f}", flush=True)
+    seconds = time.perf_counter() - started
+    print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f} in {seconds:.1f} s\n\nIt writes:\n")
+    print(text.sample(training.model, options.device))
     return 0 if losses[-1] < losses[0] else 1
 
 

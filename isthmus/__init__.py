@@ -24,7 +24,7 @@ _upstream.check_versions()  # before anything that another Python or torch might
 import torch  # noqa: F401
 
 import _isthmus_autoload
-from isthmus import config, errors
+from isthmus import config, errors, integrations
 from isthmus._caches import clear_caches
 from isthmus._upstream import DRIFT, not_available
 
@@ -35,18 +35,22 @@ try:
     from isthmus.modes import begin as _begin
     from isthmus.modes import graph_of, jit, lazy, mode, set_mode, sync
 
-    if _isthmus_autoload.asked_for:
+    if _isthmus_autoload.adds_device():
         register()
+        integrations.watch()
 except DRIFT as _error:  # a private name that this torch does not have, or has otherwise
     raise not_available(_error) from _error
 
 if TYPE_CHECKING:  # the names of _LATER, for type checkers and editors
     from isthmus import checkpoint, metrics, optax
+    from isthmus import distributed as distributed
+    from isthmus._device.torch_glue.profiling import profile
     from isthmus._export.api import export, load
     from isthmus._interop.arrays import from_jax, to_jax
     from isthmus._interop.custom_ops import custom_op
     from isthmus._interop.functional import functional
     from isthmus._interop.functions import jax_function
+    from isthmus._interop.generate import generate
     from isthmus._interop.modules import jax_module
     from isthmus._interop.torch_functions import torch_function
     from isthmus._interop.training import train_step
@@ -63,7 +67,9 @@ __all__ = [
     "export",
     "from_jax",
     "functional",
+    "generate",
     "graph_of",
+    "integrations",
     "jax_function",
     "jax_module",
     "jit",
@@ -73,6 +79,7 @@ __all__ = [
     "metrics",
     "mode",
     "optax",
+    "profile",
     "register",
     "register_backend",
     "set_mode",
@@ -88,15 +95,18 @@ _begin(config.current.mode)  # the mode that ISTHMUS_MODE names
 _LATER = {
     "checkpoint": "isthmus.checkpoint",
     "custom_op": "isthmus._interop.custom_ops",
+    "distributed": "isthmus.distributed",
     "export": "isthmus._export.api",
     "from_jax": "isthmus._interop.arrays",
     "functional": "isthmus._interop.functional",
+    "generate": "isthmus._interop.generate",
     "jax_function": "isthmus._interop.functions",
     "jax_module": "isthmus._interop.modules",
     "load": "isthmus._export.api",
     "lowering": "isthmus._ops.registry:user_lowering",
     "metrics": "isthmus.metrics",
     "optax": "isthmus.optax",
+    "profile": "isthmus._device.torch_glue.profiling",
     "to_jax": "isthmus._interop.arrays",
     "torch_function": "isthmus._interop.torch_functions",
     "train_step": "isthmus._interop.training",

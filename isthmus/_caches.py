@@ -15,6 +15,9 @@ There are two ways to be listed here:
 
 A cache that belongs to an object (a compiled function's programs) is an ``LruCache`` too: the registry holds caches by
 weak reference, so such a cache leaves the list together with its owner.
+
+A fact that is found out once (``functools.cache`` on a function of nothing, of an op or of a dtype) is not listed:
+there is one for each op at most, and it holds no memory of the device.
 """
 
 from __future__ import annotations
@@ -44,13 +47,19 @@ class _Registered:
     name: str
     limit: int | None
     size: Callable[[], int]
-    clear: Callable[[], None]
+    clear: Callable[[], object]
 
 
 class LruCache(Generic[K, V]):
     """A mapping of at most ``limit`` entries; a new one beyond that drops the least recently used.
 
     Every method may be called from any thread.
+
+    Arguments:
+        name: what the list of caches calls it; several caches may have one name.
+        limit: how many entries there may be, or a function that says so, for a limit that is a setting.
+        dropped: called with each value that leaves by the limit or by ``clear``, after it has left.
+        kept: whether ``clear_caches`` passes over it, since what it holds cannot be made again.
 
     >>> squares = LruCache("squares", limit=2)
     >>> for n in (2, 3, 4):
@@ -59,12 +68,23 @@ class LruCache(Generic[K, V]):
     (None, 16)
     """
 
-    def __init__(self, name: str, limit: int) -> None:
-        self.name, self.limit = name, limit
+    def __init__(
+        self,
+        name: str,
+        limit: int | Callable[[], int],
+        dropped: Callable[[V], object] | None = None,
+        kept: bool = False,
+    ) -> None:
+        self.name, self._limit, self._dropped, self.kept = name, limit, dropped, kept
         self._entries: OrderedDict[K, V] = OrderedDict()
         # Reading moves an entry, which must not happen while another thread drops one.
         self._lock = threading.Lock()
         _caches.add(self)
+
+    @property
+    def limit(self) -> int:
+        """How many entries there may be now."""
+        return self._limit() if callable(self._limit) else self._limit
 
     def get(self, key: K) -> V | None:
         """Return the value of a key, now the most recently used; None where there is none."""
@@ -75,11 +95,13 @@ class LruCache(Generic[K, V]):
             return value
 
     def __setitem__(self, key: K, value: V) -> None:
+        gone = []
         with self._lock:
             self._entries[key] = value
             self._entries.move_to_end(key)
             while len(self._entries) > self.limit:
-                self._entries.popitem(last=False)
+                gone.append(self._entries.popitem(last=False)[1])
+        self._drop(gone)
 
     def pop(self, key: K) -> V | None:
         """Remove a key and return its value; None where there is none."""
@@ -89,13 +111,26 @@ class LruCache(Generic[K, V]):
     def clear(self) -> None:
         """Remove every entry."""
         with self._lock:
+            gone = list(self._entries.values())
             self._entries.clear()
+        self._drop(gone)
+
+    def _drop(self, gone: list[V]) -> None:
+        # Without the lock: ``dropped`` may wait for a lock whose holder reads this cache.
+        if self._dropped is not None:
+            for value in gone:
+                self._dropped(value)
 
     def __contains__(self, key: object) -> bool:
         return key in self._entries
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def values(self) -> list[V]:
+        """Return the values, least recently used first."""
+        with self._lock:
+            return list(self._entries.values())
 
     def items(self) -> list[tuple[K, V]]:
         """Return keys and values, least recently used first."""
@@ -107,7 +142,7 @@ _caches: weakref.WeakSet[LruCache[Any, Any]] = weakref.WeakSet()
 _registered: dict[str, _Registered] = {}
 
 
-def register(name: str, limit: int | None, size: Callable[[], int], clear: Callable[[], None]) -> None:
+def register(name: str, limit: int | None, size: Callable[[], int], clear: Callable[[], object]) -> None:
     """List a cache that is no ``LruCache``: how many entries it has, and what empties it."""
     _registered[name] = _Registered(name, limit, size, clear)
 
@@ -142,6 +177,7 @@ def clear_caches() -> None:
         [3.0, 3.0, 3.0]
     """
     for cache in list(_caches):
-        cache.clear()
+        if not cache.kept:
+            cache.clear()
     for each in list(_registered.values()):
         each.clear()

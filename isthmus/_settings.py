@@ -16,6 +16,7 @@ The default of a field says what type its values have; choices, where there are 
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable
 from dataclasses import Field, field, fields
 from typing import Any
@@ -79,7 +80,9 @@ def check(owner: type, name: str, value: Any, *, unknown: str, assigned: str) ->
     """
     known = {each.name: each for each in fields(owner)}
     if name not in known:
-        raise ConfigError(f"{unknown} {name!r}; it has {', '.join(known)}")
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]}? It" if close else "it"
+        raise ConfigError(f"{unknown} {name!r}; {hint} has {', '.join(known)}")
     wrong = fault(known[name], value)
     if wrong is not None:
         raise ConfigError(f"{assigned} = {value!r} {wrong}")

@@ -26,7 +26,8 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 from isthmus.errors import RegistrationError, SetupError, VersionWarning, first_line
@@ -61,6 +62,7 @@ def optional(consequence: str, otherwise: Callable[..., Any]) -> Callable[[Calla
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            # Not tried again: a name that is gone stays gone, and the failing try costs more than the other way.
             if name in switched_off:
                 return otherwise(*args, **kwargs)  # type: ignore[no-any-return]
             try:
@@ -94,6 +96,7 @@ def not_available(error: BaseException) -> RegistrationError:
     """Return the error that says there is no device with this torch and JAX, because of ``error``."""
     installed = " and ".join(f"{package} {installed_version(package)}" for package in NEWEST)
     checked = ", ".join(f"{package} {OLDEST[package]} to {NEWEST[package]}" for package in NEWEST)
+    # The innermost line is the one that uses the private name, which is what a report of the fault needs.
     frames = traceback.extract_tb(error.__traceback__)
     line = f" at `{frames[-1].line}`" if frames and frames[-1].line else ""
     return RegistrationError(
@@ -104,6 +107,7 @@ def not_available(error: BaseException) -> RegistrationError:
 
 def check_versions() -> None:
     """Raise a SetupError if this Python, torch or JAX cannot serve the device; JAX is not imported to find out."""
+    # In this order: pip on an old Python chooses an old torch, so its complaint would be a consequence of the first.
     fault = python_fault() or package_fault("torch") or package_fault("jax")
     if fault is not None:
         raise SetupError(fault)
@@ -122,7 +126,8 @@ def jax_fault() -> tuple[str, Exception | None] | None:
     if fault is not None:
         return fault, None
     try:
-        version = importlib.import_module("jax").__version__
+        with _numpy_random_state():
+            version = importlib.import_module("jax").__version__
     except Exception as error:
         said = f"{type(error).__name__}: {first_line(str(error))}"
         mend = "pip install --force-reinstall " + _requirement("jax")
@@ -132,20 +137,35 @@ def jax_fault() -> tuple[str, Exception | None] | None:
     return None if fault is None else (fault, None)
 
 
+@contextmanager
+def _numpy_random_state() -> Iterator[None]:
+    """Leave numpy's global generator as it was: importing JAX draws from it (jax._src.clusters.k8s_cluster).
+
+    The device imports JAX at its first tensor, in the middle of programs that have called ``np.random.seed``.
+    """
+    random = importlib.import_module("numpy").random
+    state = random.get_state()
+    try:
+        yield
+    finally:
+        random.set_state(state)
+
+
 def python_fault() -> str | None:
     """Return the fault of this Python, or None."""
     if sys.version_info[:2] >= OLDEST_PYTHON:
         return None
     oldest = ".".join(map(str, OLDEST_PYTHON))
-    found = ".".join(map(str, sys.version_info[:3]))
+    version = ".".join(map(str, sys.version_info[:3]))
     return (
-        f"Python {found} is older than {oldest}, the oldest that Isthmus works with; to fix it: "
+        f"Python {version} is older than {oldest}, the oldest that Isthmus works with; to fix it: "
         f"python{oldest} -m venv .venv && .venv/bin/pip install isthmus"
     )
 
 
 def package_fault(package: str) -> str | None:
     """Return the fault of torch or JAX, or None; imports nothing."""
+    # A parent package that fails to import, or a ``__spec__`` of None, raises here; both mean that it is not there.
     try:
         there = package in sys.modules or importlib.util.find_spec(package) is not None
     except (ImportError, ValueError):

@@ -71,7 +71,7 @@ class Settings:
     )
     progress: str = _settings.setting(
         "auto",
-        "Whether a terminal shows a line while a compilation takes over two seconds.",
+        "Whether a terminal or a notebook shows a line while a compilation takes over two seconds.",
         choices=("auto", "off"),
         variable="ISTHMUS_PROGRESS",
     )
@@ -109,10 +109,11 @@ class Settings:
         variable="ISTHMUS_LOG",
     )
     shapes: str = _settings.setting(
-        "exact",
-        "What lazy mode compiles for sizes that change: a program per size, or, from the second size of a graph on, "
-        "programs for ranges of sizes on padded arrays.",
-        choices=("exact", "auto"),
+        "auto",
+        "What is compiled for sizes that change: a program per size, or, from the second size of a graph on, programs "
+        "for ranges of sizes on padded arrays; with `ranges` from the first one on, where `torch.compile` knows which "
+        "sizes may change.",
+        choices=("exact", "auto", "ranges"),
         variable="ISTHMUS_SHAPES",
     )
     buckets: int = _settings.setting(
@@ -120,11 +121,32 @@ class Settings:
         "How many padded sizes there are between a power of two and the next, for programs that serve a range.",
         variable="ISTHMUS_BUCKETS",
     )
+    small_ops: str = _settings.setting(
+        "host",
+        "Where ops on at most 4096 elements run that every machine computes alike, such as those on ids and masks, "
+        "unless `shapes` is exact: on the host, without a program until they have been called 1024 times, or on the "
+        "device. The host waits for no array of a GPU or TPU.",
+        choices=("host", "device"),
+        variable="ISTHMUS_SMALL_OPS",
+    )
     lines: str = _settings.setting(
         "off",
         "Whether lazy mode notes the line of your code that recorded each op, for errors and printed graphs.",
         choices=("off", "on"),
         variable="ISTHMUS_LINES",
+    )
+    tracebacks: str = _settings.setting(
+        "short",
+        "Whether tracebacks of errors leave out the frames of this package, or have them all.",
+        choices=("short", "full"),
+        variable="ISTHMUS_TRACEBACKS",
+    )
+    libraries: str = _settings.setting(
+        "auto",
+        "Whether libraries that look for a device (accelerate, transformers) find this one: everywhere, nowhere, or, "
+        "with auto, where JAX has a GPU or TPU and torch has no accelerator of its own.",
+        choices=("auto", "on", "off"),
+        variable="ISTHMUS_LIBRARIES",
     )
 
 
@@ -173,7 +195,7 @@ def xla_flags() -> str:
 
 
 def cluster() -> dict[str, str]:
-    """Return what a launcher of several processes put into the environment: torchrun, SLURM, Open MPI, Cloud TPU."""
+    """Return the variables of a launcher of several processes: torchrun, SLURM, Open MPI, Cloud TPU."""
     names = (
         "RANK", "WORLD_SIZE", "MASTER_ADDR", "SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri", "TPU_WORKER_HOSTNAMES",
         "MEGASCALE_COORDINATOR_ADDRESS",
@@ -190,7 +212,7 @@ class Launch:
 
 
 def launch() -> Launch:
-    """Return what the launcher of this process put into the environment."""
+    """Return the rank and address that the launcher of this process put into the environment."""
     rank = os.environ.get("LOCAL_RANK", "")
     return Launch(int(rank) if rank.isdecimal() else None, os.environ.get("MASTER_ADDR") or None)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from isthmus._device.torch_glue.private import has_kernel, op_names
 from isthmus._graph.private import OpOverload
 from isthmus._graph.schema import functional_of, mutating_of, schema_of
 from isthmus._ops.registry import place_of_function, registry
+from isthmus._runtime.user_frames import Place
 
 # Importing kernels registers them, and torch then never asks for the rest of the device: its patches, autocast.
 registration.load()
@@ -32,25 +33,13 @@ LOWERED, DEVICE, VIEW, COMPOSITE, DECOMPOSED, CPU = TIERS
 
 
 @dataclass(frozen=True)
-class Place:
-    """The line a reader should open."""
-
-    file: Path
-    line: int
-
-    def __str__(self) -> str:
-        root = Path(__file__).parent.parent
-        inside = self.file.is_relative_to(root)
-        return f"{self.file.relative_to(root) if inside else self.file}:{self.line}"
-
-
-@dataclass(frozen=True)
 class Answer:
     """How one overload runs on the device."""
 
     op: OpOverload
     tier: str
     place: Place | None
+    """The line a reader should open."""
     through: OpOverload
 
 
@@ -59,7 +48,7 @@ def answer(op: OpOverload) -> Answer:
     functional = functional_of(op) or op
     own = register._own.get(op.name().removeprefix("aten::"))
     if own is not None:
-        return Answer(op, DEVICE, _place_of_function(own), op)
+        return Answer(op, DEVICE, place_of_function(own), op)
     if functional in registry:
         return Answer(op, LOWERED, _place_of_lowering(functional), functional)
     if schema_of(op).returns_aliases:
@@ -94,8 +83,8 @@ def families() -> dict[str, list[OpOverload]]:
     by_family: dict[str, list[OpOverload]] = {}
     for op in registry:
         place = _place_of_lowering(op)
-        inside = place.file.is_relative_to(_OPS)
-        by_family.setdefault(place.file.stem if inside else "elsewhere", []).append(op)
+        inside = place.path.is_relative_to(_OPS)
+        by_family.setdefault(place.path.stem if inside else "elsewhere", []).append(op)
     return {family: sorted(by_family[family], key=str) for family in sorted(by_family)}
 
 
@@ -126,12 +115,7 @@ def _packet(namespace: str, name: str, known: set[str]) -> Iterator[OpOverload]:
 
 def _place_of_lowering(op: OpOverload) -> Place:
     """Return the line that registers ``op``; where that reads a table, the row of the table that names it."""
-    file, line = registry[op].place
-    source = Path(file).read_text(encoding="utf-8").splitlines() if Path(file).is_relative_to(_OPS) else []
+    place = registry[op].place
+    source = place.path.read_text(encoding="utf-8").splitlines() if place.path.is_relative_to(_OPS) else []
     named = [number for number, text in enumerate(source, 1) if re.search(rf"\b{re.escape(str(op))}\b", text)]
-    return Place(Path(file), line if line in named or not named else named[0])
-
-
-def _place_of_function(function: Callable[..., object]) -> Place:
-    file, line = place_of_function(function)
-    return Place(Path(file), line)
+    return place if place.line in named or not named else Place(place.file, named[0])

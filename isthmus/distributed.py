@@ -16,6 +16,7 @@ See docs/mesh.md. For one process per device, as on CUDA, use ``torch.distribute
 
 from __future__ import annotations
 
+from isthmus._distributed.checkpoints import LoadPlanner, SavePlanner
 from isthmus._distributed.data import check_replicas, shard_batches
 from isthmus._distributed.fully_shard import ShardingWarning, fully_shard
 from isthmus._distributed.hosts import initialize
@@ -27,6 +28,8 @@ from isthmus._interop.checkpoints import follow_parameters
 __all__ = [
     "DeviceMesh",
     "ExpertParallel",
+    "LoadPlanner",
+    "SavePlanner",
     "ShardingWarning",
     "check_replicas",
     "distribute_tensor",

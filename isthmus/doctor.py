@@ -39,7 +39,7 @@ def examine() -> Report:
         if not any(fault[0] in problem for problem in report.problems):
             report.problem("jax", fault[0])
         return report
-    for examination in (_devices, _registry, _smoke, _patches, _private_names):
+    for examination in (_devices, _registry, _smoke, _libraries, _patches, _private_names):
         _guarded(report, examination)
     return report
 
@@ -57,17 +57,17 @@ def _guarded(report: Report, examination: Callable[[Report], None]) -> None:
 def _versions(report: Report) -> None:
     report.say("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     for package in ("isthmus", "torch", "jax", "jaxlib", "numpy"):
-        found = _upstream.installed_version(package)
+        version = _upstream.installed_version(package)
         newest = _upstream.NEWEST.get(package)
         fault = _upstream.package_fault(package) if package in _upstream.OLDEST else None
         if fault is not None:
             report.problem(package, fault)
-        elif found is None:
+        elif version is None:
             report.problem(package, "is not installed; to fix it: pip install isthmus")
-        elif newest is not None and _upstream.release(found) > _upstream.release(newest):
-            report.say(package, f"{found}, newer than {newest}, the newest that Isthmus was checked with")
+        elif newest is not None and _upstream.release(version) > _upstream.release(newest):
+            report.say(package, f"{version}, newer than {newest}, the newest that Isthmus was checked with")
         else:
-            report.say(package, found)
+            report.say(package, version)
 
 
 def _devices(report: Report) -> None:
@@ -98,13 +98,23 @@ def _registry(report: Report) -> None:
     load()
     report.say("lowerings", f"{len(registry)} overloads")
     # Ops of these take their decomposition or the CPU, in another torch than the lowerings were written for.
-    missing = sorted(name for name in refused if name in Missing.found)
+    missing = sorted(name for name in refused if name in Missing.by_name)
     report.say("missing", _listed(missing) if missing else "none: this torch has every overload")
-    changed = {name: reason for name, reason in refused.items() if name not in Missing.found}
+    changed = {name: reason for name, reason in refused.items() if name not in Missing.by_name}
     for reason in changed.values():
         report.say("refused", reason)
     if not changed:
         report.say("refused", "none: every lowering fits this torch")
+
+
+def _libraries(report: Report) -> None:
+    from isthmus import integrations
+
+    lines = list(integrations.report())
+    for library, line in lines:
+        report.say("library", f"{library} {line}")
+    if not lines:
+        report.say("libraries", f"none of {', '.join(integrations.LIBRARIES)} is installed")
 
 
 def _patches(report: Report) -> None:
@@ -161,3 +171,11 @@ def _losses(device: str) -> Iterator[float]:
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         yield loss.item()
+
+
+if __name__ == "__main__":
+    import sys
+
+    from isthmus.cli import main
+
+    sys.exit(main(["doctor", *sys.argv[1:]]))

@@ -34,6 +34,8 @@ def explain(fn: Callable[..., Any], *, backward: bool = False, **options: Any) -
         >>> "stablehlo.sine" in explanation.stablehlo()
         True
     """
+    if not callable(fn):
+        raise TypeError(f"isthmus.explain takes a function or a module, not {type(fn).__name__}")
 
     def run(*args: Any, **kwargs: Any) -> Explanation:
         from isthmus._dynamo.explanation import explained

@@ -2,7 +2,14 @@
 
 In eager mode an op runs when it is called. In lazy mode (``_lazy/``) it is recorded, and the recorded graph runs as one
 program when a value is read. A mode belongs to a thread. ``isthmus/config.py`` reads and assigns the setting ``mode``
-through the functions here.
+through the functions here::
+
+    with isthmus.lazy():            # mode.current.lazy is True for this thread
+        loss = step(batch)          # nodes of a graph
+        isthmus.sync()              # one program
+
+The device (``_device/core/mode.py``) has stubs in the places where lazy mode belongs; the first use of one loads
+``_lazy/`` and puts the real functions there (``_lazy/install.py``).
 """
 
 from __future__ import annotations
@@ -213,6 +220,8 @@ def jit(
     """
     if function is None:
         return lambda decorated: jit(decorated, donate=donate, static_argnames=static_argnames)
+    if not callable(function):
+        raise TypeError(f"isthmus.jit takes a function or a module, not {type(function).__name__}")
     _load()
     from isthmus._lazy.jit import Jitted
 
@@ -229,9 +238,27 @@ def _load() -> None:
     install.install()
 
 
+def _finisher(*call: Any) -> Any:
+    """Load the recorder when the first op is run with sizes that may change."""
+    from isthmus._device.core.mode import current
+
+    _load()
+    return current.finisher(*call)
+
+
 def _recording_entry(kernel: Any) -> Callable[..., Any]:
     """Load the recorder when the first op is recorded."""
     from isthmus._device.core.mode import current
 
     _load()
     return current.recording_entry(kernel)
+
+
+def _connect() -> None:
+    """Let the device find what sits above it."""
+    from isthmus._device.core.mode import current
+
+    current.finisher = _finisher
+
+
+_connect()

@@ -56,6 +56,11 @@ class Optimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, params: Iterable[Any], transformation: optax.GradientTransformation) -> None:
+        if not callable(getattr(transformation, "update", None)):
+            raise TypeError(
+                "isthmus.optax.Optimizer takes a transformation of optax's, such as optax.adam(1e-3), "
+                f"not {type(transformation).__name__}"
+            )
         self._groups: list[Group] = []
         self._default = transformation
         super().__init__(params, {})
@@ -117,7 +122,7 @@ class Optimizer(torch.optim.Optimizer):
 
 
 @dataclass(frozen=True)
-class StateLayout:
+class StateUpdate:
     """The names of the leaves of a transformation's state, by their paths, and the update for a state like that.
 
     ``update(grads, leaves, params, extra)`` returns new parameters, then the leaves of the new state.
@@ -132,7 +137,7 @@ class Group:
 
     def __init__(self, transformation: optax.GradientTransformation) -> None:
         self.transformation = transformation
-        self.layout: StateLayout | None = None
+        self.layout: StateUpdate | None = None
         # Whether Optimizer.start created the state, before gradients showed which parameters step.
         self.is_guessed = False
 
@@ -140,7 +145,7 @@ class Group:
         """Return a group without a layout, which its first step computes: traces are not shared."""
         return Group(self.transformation)
 
-    def start(self, positions: list[int], settings: dict[str, Any], state: dict[str, Any]) -> StateLayout:
+    def start(self, positions: list[int], settings: dict[str, Any], state: dict[str, Any]) -> StateUpdate:
         """Return the layout of the state; create the state at the first step, and check later that it still fits.
 
         ``positions`` are those of the parameters to step. Those of the first step are in ``settings["stepped"]``, among
@@ -162,7 +167,7 @@ class Group:
         initial = jax_function(self.transformation.init)([settings["params"][n] for n in positions])
         leaves, tree = jax.tree.flatten_with_path(initial)
         names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-        self.layout = StateLayout(names, jax_function(_update_of(self.transformation, tree)))
+        self.layout = StateUpdate(names, jax_function(_update_of(self.transformation, tree)))
         if state and set(state) != set(names):
             strange = ", ".join(sorted(set(state) ^ set(names)))
             raise IsthmusError(f"isthmus.optax: the loaded state is another transformation's: {strange}")
@@ -171,7 +176,7 @@ class Group:
         return self.layout
 
     def step(
-        self, layout: StateLayout, settings: dict[str, Any], state: dict[str, Any], extra: dict[str, Any]
+        self, layout: StateUpdate, settings: dict[str, Any], state: dict[str, Any], extra: dict[str, Any]
     ) -> None:
         """Write new values into the parameters and the state."""
         params = [settings["params"][n] for n in settings["stepped"]]

@@ -34,8 +34,8 @@ TORCH = ("2.11.0", "2.12.1", "2.14.1", "2.15.0")
 # JAX 0.10 is the last that runs on Python 3.11; the newest JAX is checked on the newest Python.
 SURROUNDINGS = (("3.11", "jax>=0.10,<0.11"), ("3.13", "jax"))
 TESTS = 300
-# Seconds for each pip install (several gigabytes), for a short command, and for the tests.
-INSTALLING, SHORT, TESTING = 3600, 300, 2400
+# Seconds for each pip install (several gigabytes), for a short command, and for the tests: on a busy machine, too.
+INSTALLING, SHORT, TESTING = 3600, 600, 7200
 # What the tests import. transformers and flax hold torch and JAX to no version that matters here.
 TEST_PACKAGES = (
     "equinox",

@@ -12,17 +12,23 @@ import os
 
 # The suite runs two processes on two cores; torch's threads on the CPU would only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A test that fails is looked into.
+os.environ.setdefault("ISTHMUS_TRACEBACKS", "full")
 
 import pytest
 import torch
 
 import isthmus
 from isthmus._device.checks import value_checks
-from isthmus._runtime import memory_maps
+from isthmus._runtime import memory_maps, watching
 
 pytest_plugins = ["tests.conformance.table"]
 _tests = itertools.count(1)
 
+
+# Most cases are small: the host would compute what is to be compared with it.
+os.environ.setdefault("ISTHMUS_SMALL_OPS", "device")
+isthmus.config.small_ops = os.environ["ISTHMUS_SMALL_OPS"]
 
 # Compiling takes most of the suite's time: LLVM's optimiser half of it, XLA's fusion emitters half of the rest (74 ms
 # for a program of five ops with them, 29 without). Neither changes a result that torch promises; what they might change
@@ -82,13 +88,15 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True)
 def strict_fallback():
-    before = isthmus.config.fallback
+    before, shapes = isthmus.config.fallback, isthmus.config.shapes
     isthmus.config.fallback = "error"
     isthmus.config.check_indices = "now"  # on an accelerator it would be later, in another test
     torch.manual_seed(0)
     yield
-    isthmus.config.fallback = before
+    isthmus.config.fallback, isthmus.config.shapes = before, shapes
     isthmus.config.check_indices = "auto"
+    for watcher in tuple(watching.watchers):  # counting memory goes on until the process ends
+        watching.remove(watcher)
     if next(_tests) % 20 == 0 and memory_maps.crowded():
         drop_programs()
 

@@ -128,11 +128,6 @@ def load_families() -> dict[str, list[Case]]:
     return families
 
 
-def load_cases() -> list[Case]:
-    """Every case of every family."""
-    return [case for cases in load_families().values() for case in cases]
-
-
 def build(value: Any) -> Any:
     """Return an argument with its tensors made."""
     if isinstance(value, Make):

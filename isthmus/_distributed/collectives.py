@@ -74,7 +74,9 @@ class RankMesh:
         compiled = call is None
         if call is None:
             spread = jax.shard_map(body, mesh=self.mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
-            call = self._programs[key] = compiler.build(spread, inputs, cached=False).call
+            call = self._programs[key] = compiler.build(
+                spread, inputs, devices=tuple(self.mesh.devices.flat)
+            ).call
         return functools.partial(self._launch, call, inputs), compiled
 
     def _global(self, array: Array) -> Array:

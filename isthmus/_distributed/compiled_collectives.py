@@ -26,11 +26,11 @@ import torch
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from torch.distributed import distributed_c10d as c10d
 
+from isthmus._device.torch_glue.private import group_named
 from isthmus._distributed import agreement, collectives
 from isthmus._distributed.collectives import AXIS
-from isthmus._distributed.group import JaxGroup
+from isthmus._distributed.rank_group import RankGroup
 from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import Call
 from isthmus._program import program
@@ -48,18 +48,18 @@ def install() -> None:
     program.across = across
 
 
-def _group_of(call: Call) -> JaxGroup:
+def _group_of(call: Call) -> RankGroup:
     """Return the group of a collective in a graph."""
     name = dict(call.arguments)["group_name"]
-    group = c10d._resolve_process_group(name) if isinstance(name, str) else name  # type: ignore[attr-defined,arg-type]
-    if not isinstance(group, JaxGroup):
+    group = group_named(name) if isinstance(name, str) else name
+    if not isinstance(group, RankGroup):
         raise Unsupported(f"{call.op} over {group!r}, which is no group of 'jax' tensors")
     return group
 
 
 def across(graph: Graph) -> Spread | None:
     """Return what runs a graph over the processes of its collectives' group; None where it has no collectives."""
-    group: JaxGroup | None = None
+    group: RankGroup | None = None
     count = 0
     for node in graph.nodes:
         if not isinstance(node.call, Call) or node.call.op not in _RULES or node.call.op is _WAIT:
@@ -80,7 +80,7 @@ def across(graph: Graph) -> Spread | None:
 class Spread:
     """Compiles a function of local arrays for the processes of a group, and runs it there."""
 
-    def __init__(self, group: JaxGroup, count: int) -> None:
+    def __init__(self, group: RankGroup, count: int) -> None:
         self.group, self.mesh = group, group.mesh
         self.line = f"a compiled program with {count} collectives"
         # An array without dims has no dim to split: each process has its own value, whatever the sharding says.
@@ -117,7 +117,8 @@ class Spread:
             out_specs=jax.tree.map(_spec, shapes),
             check_vma=False,
         )
-        built = compiler.build(spread, inputs, donate, options, title, cached=False)
+        devices = tuple(self.mesh.mesh.devices.flat)
+        built = compiler.build(spread, inputs, donate, options, title, devices=devices)
         return replace(built, call=self._caller(built.call), shardings=None)  # local arrays come out
 
     def _caller(self, call: Callable[..., Any]) -> Callable[..., Any]:

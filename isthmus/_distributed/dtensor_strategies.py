@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from isthmus._device.torch_glue.private import dtensor_rules
+
 _aten = torch.ops.aten
 Strategies = list[tuple[list[Any], list[Any]]]
 
@@ -25,12 +27,9 @@ Strategies = list[tuple[list[Any], list[Any]]]
 @functools.cache
 def install() -> None:
     """Register the strategies of ops that DTensor has none for."""
-    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.experimental import register_sharding
 
-    propagator = DTensor._op_dispatcher.sharding_propagator
-    tables = [getattr(propagator, name, {}) for name in ("op_strategy_funcs", "op_to_rules")]
-    tables.append(getattr(propagator, "op_single_dim_strategy_funcs", {}))
+    tables = dtensor_rules()
     for name, strategy in _STRATEGIES.items():
         packet = getattr(_aten, name, None)
         if packet is not None and not any(packet.default in table for table in tables):

@@ -13,11 +13,16 @@ from __future__ import annotations
 
 import warnings
 from typing import Any, TypeVar
+from weakref import ref
 
+import jax
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from isthmus._device.core.buffer import buffer_of
+from isthmus._device.core.resharded import reshard
+from isthmus._device.torch_glue.private import in_function_transform, parameters_of
 from isthmus._distributed.mesh import DeviceMesh, check_current
 from isthmus._distributed.shown import GROUPED, Part, Shown
 from isthmus._distributed.tensors import constrain, shard_, shardings_by_dim, text_of_axes
@@ -38,7 +43,9 @@ def fully_shard(module: Module, *, mesh: DeviceMesh, reshard_after_forward: bool
     Arguments:
         module: on "jax".
         mesh: a dim of the mesh, such as ``mesh["dp"]``.
-        reshard_after_forward: taken for torch's sake; XLA decides how long gathered parameters live.
+        reshard_after_forward: whether backward gathers parameters again, rather than forward keeping whole copies of
+            them for it. Where forward and backward are one program (lazy mode, ``isthmus.jit``,
+            ``isthmus.train_step``), XLA decides.
     """
     check_current(mesh)
     if mesh.ndim != 1:
@@ -51,7 +58,7 @@ def fully_shard(module: Module, *, mesh: DeviceMesh, reshard_after_forward: bool
     split: dict[int, tuple[str, str]] = {}
     for prefix, sub in module.named_modules():
         grouped = sub.__dict__.setdefault(GROUPED, set())
-        for name, parameter in sub._parameters.items():
+        for name, parameter in parameters_of(sub).items():
             if parameter is None or name in grouped:
                 continue
             if id(parameter) not in split:
@@ -67,7 +74,7 @@ def fully_shard(module: Module, *, mesh: DeviceMesh, reshard_after_forward: bool
             ShardingWarning,
             stacklevel=2,
         )
-    Gathered(group, axis, count).install(module)
+    Gathered(group, axis, count, reshard_after_forward).install(module)
     return module
 
 
@@ -101,13 +108,32 @@ def _texts(parameter: Tensor, axis: str) -> tuple[str, str]:
 class Gathered(Shown):
     """Shows gathered parameters while a module's forward runs, and keeps its outputs split by batch."""
 
-    def __init__(self, group: list[Part], axis: str, count: int) -> None:
+    def __init__(self, group: list[Part], axis: str, count: int, again: bool) -> None:
         super().__init__(group)
-        self.axis, self.count = axis, count
+        self.axis, self.count, self.again = axis, count, again
 
     def is_mine(self, module: nn.Module, name: str) -> bool:
         """Return True: what is in a group is shown by nothing else."""
         return True
+
+    def before(self, shown: Tensor, parameter: Tensor) -> None:
+        """Note the array that forward gathers, so that ``hidden`` can tell whether forward has replaced it."""
+        if not self.again or torch.compiler.is_compiling() or not shown.requires_grad:
+            return
+        if in_function_transform():  # whose tensors have no memory of their own
+            return
+        gathered, parts = buffer_of(shown), buffer_of(parameter)
+        # What is recorded or traced is part of a program that has backward too.
+        if isinstance(gathered.held, jax.Array) and not gathered.signature.traced:
+            shown.isthmus_gathered = (gathered, ref(gathered.held), parts.value)  # type: ignore[attr-defined]
+
+    def hidden(self, shown: Tensor) -> None:
+        """Drop the gathered array: autograd keeps its tensor, and gathers it again if backward reads it."""
+        noted = None if torch.compiler.is_compiling() else getattr(shown, "isthmus_gathered", None)
+        if noted is not None:
+            gathered, array, parts = noted
+            reshard(gathered, array(), parts)
+            del shown.isthmus_gathered  # type: ignore[attr-defined]
 
     def after(self, output: Any) -> Any:
         """Return the output split along dim 0."""

@@ -7,6 +7,7 @@ store, so rank 0 chooses another one for JAX and tells it to the others through 
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Mapping
 from datetime import timedelta
@@ -15,6 +16,7 @@ from typing import Any
 import jax
 
 from isthmus import config
+from isthmus._distributed import endings
 from isthmus._runtime import compiler
 from isthmus.errors import IsthmusError
 
@@ -49,7 +51,10 @@ def initialize(
         )
     # XLA's CPU client has collectives across processes only if one of these is chosen; other platforms ignore it.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(**plan, initialization_timeout=int(timeout))
+    # Where JAX finds the others by itself, SIGTERM may announce that the machine will be taken away, and JAX listens.
+    with endings.without_preemption_service() if plan else contextlib.nullcontext():
+        jax.distributed.initialize(**plan, initialization_timeout=int(timeout))
+    endings.watch(lambda words: None)
 
 
 def joining(

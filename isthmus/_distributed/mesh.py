@@ -89,6 +89,11 @@ def init_device_mesh(
     Returns:
         A mesh with the interface of ``torch.distributed.device_mesh.DeviceMesh``, without process groups.
     """
+    if isinstance(mesh_shape, str):  # torch's function of this name begins with a type of device
+        raise TypeError(
+            "isthmus.distributed.init_device_mesh takes a shape and names, such as ((4, 2), "
+            f'("dp", "tp")), not {mesh_shape!r}: its devices are always those of "jax"'
+        )
     found = list(jax.devices() if devices is None else devices)
     shape = list(mesh_shape)
     if shape.count(-1) == 1:
@@ -108,6 +113,9 @@ def init_device_mesh(
     grid = np.array(found[:count]).reshape(shape)
     mesh = Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
     set_mesh(mesh)
+    from isthmus._distributed import checkpoints  # which needs this module
+
+    checkpoints.install()
     return DeviceMesh(torch.arange(count).reshape(shape), names, mesh)
 
 
@@ -118,6 +126,13 @@ def set_mesh(mesh: Mesh | None) -> None:
     buffers = [each for each in gc.get_objects() if type(each) is Buffer]
     with donation.lock:
         arrays = [(buffer, buffer.value) for buffer in buffers if _is_array(buffer)]
+        if any(not (array.is_fully_addressable or array.is_fully_replicated) for _, array in arrays):
+            # Gathering is a collective, and processes may find their buffers in different orders.
+            raise IsthmusError(
+                "a mesh across processes is set before tensors are split: some are split over the processes now, and "
+                "moving them to another mesh is not possible\n"
+                "  to go on     save a checkpoint and load it in a program with the other mesh"
+            )
         host: list[Any] = [placement.gather(array) if mesh is None else array for _, array in arrays]
         _caches.clear_caches()
         Signature.forget()

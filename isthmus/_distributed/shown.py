@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from isthmus._device.torch_glue.private import parameters_of
 from isthmus._distributed.tensors import constrain
 
 Part = tuple[nn.Module, str, str, str]
@@ -21,6 +22,9 @@ GROUPED = "_isthmus_grouped"
 
 class Shown:
     """Shows parameters while the forward of one module runs."""
+
+    again = False
+    """Whether what is shown is not kept for backward, which makes it again."""
 
     def __init__(self, group: list[Part]) -> None:
         self.group = group
@@ -34,6 +38,12 @@ class Shown:
         """Return whether a parameter is shown by this object: ``fully_shard`` goes first."""
         return name not in module.__dict__.get(GROUPED, ())
 
+    def before(self, shown: Tensor, parameter: Tensor) -> None:
+        """Note what is shown in the place of a parameter."""
+
+    def hidden(self, shown: Tensor) -> None:
+        """Note that a tensor is not shown any more."""
+
     def after(self, output: Any) -> Any:
         """Return what becomes of the module's output."""
         return output
@@ -45,9 +55,12 @@ class _Show:
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         for sub, name, forward, gradient in self.shown.group:
-            parameter = sub._parameters[name]
+            # Gone where a parametrization, such as weight_norm, has taken its place since.
+            parameter = parameters_of(sub).get(name)
             if parameter is not None and self.shown.is_mine(sub, name):
-                sub.__dict__[name] = constrain(parameter, forward, gradient)
+                shown = constrain(parameter, forward, gradient, self.shown.again)
+                self.shown.before(shown, parameter)
+                sub.__dict__[name] = shown
 
 
 class _Hide:
@@ -57,5 +70,7 @@ class _Hide:
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         for sub, name, _, _ in self.shown.group:
             if self.shown.is_mine(sub, name):
-                sub.__dict__.pop(name, None)
+                shown = sub.__dict__.pop(name, None)
+                if shown is not None:
+                    self.shown.hidden(shown)
         return self.shown.after(output)

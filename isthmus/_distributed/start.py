@@ -4,18 +4,15 @@
 and ``jax.distributed.initialize`` makes the devices of all processes known to each other. JAX can do that only before
 it has started, so ``init_process_group()`` comes before the first "jax" tensor.
 
-How a process ends matters to the others. JAX's own ending waits for every process, for minutes. A process that ends
-by an exception writes it into the store, prints it and leaves without waiting; the others find their connection to it
-closed, read what happened there (``last_words``), and raise that.
+A process that ends by an exception writes it into the store before it leaves (``endings.py``); the others find their
+connection to it closed, read what happened there (``last_words``), and raise that.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import os
 import socket
-import sys
 import weakref
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -24,6 +21,7 @@ import jax
 from torch.distributed import distributed_c10d as c10d
 
 from isthmus import config
+from isthmus._distributed import endings
 from isthmus.errors import RegistrationError
 
 _ADDRESS, _FAILED = "isthmus/coordinator", "isthmus/failed"
@@ -40,7 +38,6 @@ class _Job:
 
     store: Any = None
     rank = 0
-    failed = False
     groups: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
 
 
@@ -55,7 +52,8 @@ def join(store: c10d.Store, rank: int, world: int, timeout: timedelta) -> None:
     elif world > 1:
         _initialize(store, rank, world, timeout)
     if _Job.store is None:
-        _watch()
+        atexit.register(_close)
+        endings.watch(_tell)
     _Job.store, _Job.rank = store, rank
 
 
@@ -69,7 +67,7 @@ def _initialize(store: c10d.Store, rank: int, world: int, timeout: timedelta) ->
     seconds = max(1, int(timeout.total_seconds()))
     # On the CPU every process has one device of its own; on a GPU it takes the one that its launcher means.
     local = None if launch.local_rank is None else [launch.local_rank]
-    with _without_preemption_service():
+    with endings.without_preemption_service():
         try:
             jax.distributed.initialize(
                 store.get(_ADDRESS).decode(),
@@ -88,38 +86,11 @@ def _initialize(store: c10d.Store, rank: int, world: int, timeout: timedelta) ->
             raise
 
 
-@contextlib.contextmanager
-def _without_preemption_service() -> Any:
-    """Keep JAX from catching SIGTERM, by which torchrun ends the other processes where one has failed."""
-    before = jax.config.jax_enable_preemption_service  # type: ignore[attr-defined]
-    jax.config.update("jax_enable_preemption_service", False)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_preemption_service", before)
+def _tell(words: str) -> None:
+    _Job.store.set(_FAILED, f"rank {_Job.rank} ended with {words}"[:2000])
 
 
-def _watch() -> None:
-    """Note an exception that ends this process; run before JAX's ending, which waits for the other processes."""
-    theirs = sys.excepthook
-
-    def note(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        _Job.failed = True
-        with contextlib.suppress(
-            Exception
-        ):  # the store may be gone, and what went wrong must still be printed
-            _Job.store.set(_FAILED, f"rank {_Job.rank} ended with {kind.__name__}: {error}"[:2000])
-        theirs(kind, error, trace)
-
-    sys.excepthook = note
-    atexit.register(_leave)
-
-
-def _leave() -> None:
-    if _Job.failed:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+def _close() -> None:
     for group in list(_Job.groups):
         group.shutdown()  # ranks that wait for this one see their connection close
 

@@ -31,6 +31,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Placement
 
 from isthmus._device.core.buffer import buffer_of
+from isthmus._device.torch_glue.private import parameters_of
 from isthmus._distributed.fully_shard import ShardingWarning
 from isthmus._distributed.mesh import DeviceMesh, check_current
 from isthmus._distributed.shown import Part, Shown
@@ -87,12 +88,14 @@ def _matches(name: str, pattern: str) -> bool:
 def _apply(style: Any, name: str, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     kind = type(style)
     if kind is ColwiseParallel:
+        # nn.Linear's weight is (out, in): dim 0 are the columns of its matrix. An embedding is (tokens, width).
         dims = {"weight": 1} if isinstance(module, nn.Embedding) else {"weight": 0, "bias": 0}
         _split(module, name, mesh, dims)
         _borders(module, mesh, _pairs(style.input_layouts, (Replicate(),)), (style.output_layouts[0],))
     elif kind is RowwiseParallel:
         embeds = isinstance(module, nn.Embedding)
         _split(module, name, mesh, {"weight": 0 if embeds else 1})
+        # Token ids are needed whole by every part of the vocabulary; a linear layer takes the part its rows multiply.
         wanted = (Replicate(),) if embeds else (Shard(-1),)
         _borders(module, mesh, _pairs(style.input_layouts, wanted), (style.output_layouts[0],))
     elif kind is SequenceParallel:
@@ -122,10 +125,11 @@ def _split(module: nn.Module, path: str, mesh: DeviceMesh, dims: Mapping[str, in
     """Split parameters, and their gradients when they come."""
     group: list[Part] = []
     for name, dim in dims.items():
-        parameter = module._parameters.get(name)
+        parameter = parameters_of(module).get(name)
         if parameter is None:
             continue
         buffer_of(parameter)  # raises where it is not on "jax"
+        # ``jax.device_put`` refuses a dim that the devices do not divide.
         if parameter.shape[dim] % mesh.size():
             warnings.warn(
                 f"parallelize_module: dim {dim} of {path}.{name} {tuple(parameter.shape)} cannot be shared evenly by "
@@ -137,6 +141,7 @@ def _split(module: nn.Module, path: str, mesh: DeviceMesh, dims: Mapping[str, in
         shard_(parameter, mesh, [Shard(dim)])
         text = text_of_axes(shardings_by_dim(parameter))
         group.append((module, name, text, text))
+    # Whatever the module computes sees the parameters constrained, and so do their gradients.
     Shown(group).install(module)
 
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 from isthmus._device.core.buffer import Buffer, Signature, buffer_of, set_buffer, wrap
 from isthmus._device.core.host_tensors import array_from_cpu
 from isthmus._device.core.transfers import array_of
+from isthmus._device.torch_glue.private import in_function_transform
 from isthmus._distributed.mesh import DeviceMesh, axes_for, axes_of, placements_of, sharding_for
 from isthmus._graph.layout import is_dense, storage_order
 from isthmus._ops.registry import lowering
@@ -52,7 +53,7 @@ def shard_(tensor: Tensor, device_mesh: DeviceMesh, placements: Sequence[Placeme
     array = buffer.value
     order = _storage_dims(tensor)
     before = placement.sharding_of(array)
-    sharding = sharding_for(device_mesh, placements, tensor.dim(), _permuted(before, _inverse(order)))
+    sharding = sharding_for(device_mesh, placements, tensor.dim(), _permuted(before, inverse(order)))
     _check_divisible(tensor, sharding)
     moved = placement.move(array, placement.canonical(_permuted(sharding, order), tensor.dim()))
     # A new buffer on the same storage: recordings that know the old one do not fit any more.
@@ -61,17 +62,25 @@ def shard_(tensor: Tensor, device_mesh: DeviceMesh, placements: Sequence[Placeme
 
 def _storage_dims(tensor: Tensor) -> list[int]:
     """Return which dim of a tensor each dim of its storage's array is; it must show the whole storage."""
-    size, stride = tuple(tensor.shape), tuple(tensor.stride())
-    order = list(storage_order(size, stride)) if is_dense(size, stride) else []
-    shape = tuple([size[dim] for dim in order])
-    if not is_dense(size, stride) or shape != buffer_of(tensor).signature.shape or tensor.storage_offset():
+    order = array_order(tensor)
+    if order is None:
         raise IsthmusError(
             "a view of a part of a storage is split as the storage is: split the tensor it is a view of"
         )
     return order
 
 
-def _inverse(order: Sequence[int]) -> list[int]:
+def array_order(tensor: Tensor) -> list[int] | None:
+    """Return which dim of a tensor each dim of its storage's array is; None if it shows a part of the storage."""
+    size, stride = tuple(tensor.shape), tuple(tensor.stride())
+    if not is_dense(size, stride) or tensor.storage_offset():
+        return None
+    order = list(storage_order(size, stride))
+    return order if tuple([size[dim] for dim in order]) == buffer_of(tensor).signature.shape else None
+
+
+def inverse(order: Sequence[int]) -> list[int]:
+    """Return the permutation that undoes another."""
     return [order.index(dim) for dim in range(len(order))]
 
 
@@ -110,7 +119,7 @@ def sharding_of(tensor: Tensor) -> tuple[Placement, ...]:
         order = _storage_dims(tensor)
     except IsthmusError:
         array, order = array_of(tensor), list(range(tensor.dim()))
-    return placements_of(_permuted(placement.sharding_of(array), _inverse(order)), tensor.dim())
+    return placements_of(_permuted(placement.sharding_of(array), inverse(order)), tensor.dim())
 
 
 def visualize(tensor: Tensor) -> None:
@@ -155,9 +164,14 @@ def _parsed(text: str) -> PartitionSpec:
     return PartitionSpec(*[part(each) for each in text.split(",")] if text else [])
 
 
-def constrain(tensor: Tensor, forward: str, backward: str = "") -> Tensor:
-    """Split a tensor, and its gradient, as the texts say; "" leaves the gradient to XLA."""
-    return torch.ops.isthmus.redistribute(tensor, forward, backward)  # type: ignore[no-any-return]
+def constrain(tensor: Tensor, forward: str, backward: str = "", again: bool = False) -> Tensor:
+    """Split a tensor, and its gradient, as the texts say; "" leaves the gradient to XLA.
+
+    With ``again`` a compiled forward does not keep the result for backward, which redistributes the tensor again.
+    """
+    if not torch.compiler.is_compiling() and in_function_transform():
+        return _Redistributed.apply(tensor, forward, backward, again)  # type: ignore[no-any-return,no-untyped-call]
+    return torch.ops.isthmus.redistribute(tensor, forward, backward, again)  # type: ignore[no-any-return]
 
 
 def text_of_axes(axes: Sequence[tuple[str, ...]]) -> str:
@@ -168,18 +182,19 @@ def text_of_axes(axes: Sequence[tuple[str, ...]]) -> str:
 def shardings_by_dim(tensor: Tensor) -> list[tuple[str, ...]]:
     """Return the axes that split each dim of a tensor that shows its whole storage."""
     sharding = placement.sharding_of(buffer_of(tensor).value)
-    return axes_of(_permuted(sharding, _inverse(_storage_dims(tensor))), tensor.dim())
+    return axes_of(_permuted(sharding, inverse(_storage_dims(tensor))), tensor.dim())
 
 
 _library = torch.library.Library("isthmus", "FRAGMENT")
 _library.define(
-    "redistribute(Tensor input, str forward, str backward) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+    "redistribute(Tensor input, str forward, str backward, bool again=False) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
 )
 _op = torch.ops.isthmus.redistribute.default
 
 
-@lowering(_op, static={"forward", "backward"})
-def _lowered(input: Array, forward: str, backward: str) -> Array:
+@lowering(_op, static={"forward", "backward", "again"})
+def _lowered(input: Array, forward: str, backward: str, again: bool = False) -> Array:
     if placement.home is None or not forward:
         return input
     spec = _parsed(forward)
@@ -203,14 +218,45 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _gradient(ctx: Any, gradient: Tensor) -> Any:
-    return (constrain(gradient, ctx.backward) if ctx.backward else gradient), None, None
+    # torch leaves out trailing arguments that have their default.
+    others = (None,) * (len(ctx.needs_input_grad) - 1)
+    return (constrain(gradient, ctx.backward) if ctx.backward else gradient), *others
 
 
-_library.impl("redistribute", lambda input, forward, backward: torch.empty_like(input), "Meta")
-_library.impl("redistribute", lambda input, forward, backward: input.clone(), "CPU")
+_library.impl("redistribute", lambda input, *_: torch.empty_like(input), "Meta")
+_library.impl("redistribute", lambda input, *_: input.clone(), "CPU")
 torch.library.register_autograd("isthmus::redistribute", _gradient, setup_context=_setup, lib=_library)
 torch.library.register_vmap(
     "isthmus::redistribute",
-    lambda info, dims, input, forward, backward: (input.clone(), dims[0]),
+    lambda info, dims, input, *_: (input.clone(), dims[0]),
     lib=_library,
 )
+
+
+class _Redistributed(torch.autograd.Function):
+    """The op inside ``torch.func``'s transformations, which refuse the derivative that an op of a library has."""
+
+    @staticmethod
+    def forward(tensor: Tensor, forward: str, backward: str, again: bool) -> Tensor:
+        """Return the tensor split otherwise; torch calls this below the innermost of its transformations."""
+        return torch.ops.isthmus.redistribute(tensor, forward, backward, again)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Note how the result and its gradient are split."""
+        _, ctx.forward, ctx.backward, _ = inputs
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        """Return the gradient, split as it was asked for."""
+        return (constrain(gradient, ctx.backward) if ctx.backward else gradient), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *texts: None) -> Tensor:
+        """Return the tangent, split as the result is."""
+        return constrain(tangent, ctx.forward, ctx.backward)
+
+    @staticmethod
+    def vmap(info: Any, dims: Any, tensor: Tensor, *texts: Any) -> Any:
+        """Return the batch as XLA splits it: the texts say nothing about its own dim."""
+        return tensor.clone(), dims[0]

@@ -18,27 +18,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd import Variable
 
 from isthmus._device.torch_glue import patches
+from isthmus._device.torch_glue.private import after_backward, is_ignored_by_ddp
 from isthmus._device.torch_glue.pytree import tree_flatten, tree_unflatten
 
 Tensor = torch.Tensor
-_OWNER = "torch.nn.parallel.distributed.DistributedDataParallel"
+DDP = "torch.nn.parallel.distributed.DistributedDataParallel"
 # Modules whose unused parameters are found here.
 _finding: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def install() -> None:
     """Replace what DDP does about unused parameters, for modules on "jax"; a second call does nothing."""
-    patches.replace(_OWNER, "_ddp_init_helper", _init_helper)
-    patches.replace(_OWNER, "_set_static_graph", _set_static_graph)
-    patches.replace(_OWNER, "_post_forward", _post_forward)
+    patches.replace(DDP, "_ddp_init_helper", _init_helper)
+    patches.replace(DDP, "_set_static_graph", _set_static_graph)
+    patches.replace(DDP, "_post_forward", _post_forward)
 
 
 def _init_helper(theirs: Callable[..., Any]) -> Callable[..., Any]:
     def init_helper(self: Any, parameters: Any, sparse: Any, names: Any, static_graph: bool) -> Any:
-        if (self.find_unused_parameters or static_graph) and _is_ours(self):
+        if (self.find_unused_parameters or static_graph) and is_ours(self):
             self.find_unused_parameters, static_graph = False, False
             _finding.add(self)
         return theirs(self, parameters, sparse, names, static_graph)
@@ -48,7 +48,7 @@ def _init_helper(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 def _set_static_graph(theirs: Callable[..., Any]) -> Callable[..., Any]:
     def set_static_graph(self: Any) -> None:
-        if _is_ours(self):
+        if is_ours(self):
             _finding.add(self)
         else:
             theirs(self)
@@ -66,7 +66,8 @@ def _post_forward(theirs: Callable[..., Any]) -> Callable[..., Any]:
     return post_forward
 
 
-def _is_ours(module: Any) -> bool:
+def is_ours(module: Any) -> bool:
+    """Return whether a DistributedDataParallel has parameters on "jax"."""
     return any(parameter.device.type == "jax" for parameter in module.module.parameters())
 
 
@@ -74,7 +75,8 @@ def _with_every_parameter(module: Any, output: Any) -> Any:
     """Return the output, dependent on all parameters."""
     flat, structure = tree_flatten(output)
     places = [n for n, leaf in enumerate(flat) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    parameters = [p for p in module.module.parameters() if p.requires_grad]
+    # Parameters that DDP ignores have no place in a bucket.
+    parameters = [p for p in module.module.parameters() if p.requires_grad and not is_ignored_by_ddp(p)]
     reached = _reached([flat[n].grad_fn for n in places], [flat[n] for n in places])
     used = torch.tensor([id(p) in reached for p in parameters], dtype=torch.int32)
     unused = [p for p, is_used in zip(parameters, used.tolist(), strict=True) if not is_used]
@@ -125,6 +127,5 @@ class _Outputs(torch.autograd.Function):
 
         if before:
             # The reducer's own callback writes gradients; it is queued after the first of these, before the second.
-            engine = Variable._execution_engine
-            engine.queue_callback(lambda: engine.queue_callback(put_back))
+            after_backward(lambda: after_backward(put_back))
         return (None, None, *grads, *[torch.zeros_like(parameter) for parameter in ctx.unused])

@@ -1,4 +1,20 @@
-"""Where ``torch.compile(backend="isthmus")`` enters: AOTAutograd makes functional graphs, each becomes a program."""
+"""Where ``torch.compile(backend="isthmus")`` enters: AOTAutograd makes functional graphs, each becomes a program.
+
+Dynamo calls ``isthmus`` with an FX graph and example inputs. AOTAutograd traces it through autograd, removes mutation,
+and calls back with functional graphs::
+
+    _partition     a training graph of forward and backward: passes, then torch's min-cut splits it
+    _compile       forward, or backward: a ``Clusters``, which is nearly always one ``Program``
+    _infer         a graph without gradients; parameters may be frozen
+
+Nothing is compiled by XLA before the first call, which brings the layouts of the arguments.
+
+A small program takes less time than AOTAutograd's wrapper around it, so a graph that needs nothing of the wrapper is
+called without it (``_unwrapped``), at last by a function written for calls like the last one (``fast_path.py``).
+
+What can go wrong: a call that the CPU refuses makes the graph run op by op (``refusals.py``), so that the user sees
+torch's own error; importing this file patches Dynamo (``private.py``; ``torch_glue/patches.py`` lists it).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +27,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from isthmus._device.torch_glue.private import has_saving_hooks
-from isthmus._dynamo import decompositions, saved_tensors
+from isthmus._dynamo import decompositions, marks, saved_tensors
 from isthmus._dynamo import joint as joint_passes
 from isthmus._dynamo.clusters import Clusters
 from isthmus._dynamo.fast_path import quick
@@ -24,14 +40,18 @@ from isthmus._dynamo.private import (
     only_calls_graph,
     parameter_places,
     spare_call,
+    takes_list,
     write_short_calls,
 )
 from isthmus._dynamo.program import Program
-from isthmus._dynamo.random import key_random_nodes
+from isthmus._dynamo.random import key_random_nodes, seeded_again, unseeded
 from isthmus._dynamo.refusals import Refused, refuses_a_write, writes_bytes_as_booleans
 from isthmus._dynamo.targets import NodeFailure
+from isthmus._graph.private import OpOverload
+from isthmus._runtime import tracebacks
 
 _numbers = itertools.count()
+# When Dynamo loads this backend, and not with ``import torch``: each is in the table of patches.
 keep_optimizer_steps_on_device()
 give_attention_shapes()
 write_short_calls()
@@ -46,12 +66,14 @@ def isthmus(
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """Compile one graph of Dynamo's: forward and backward become XLA programs."""
+    # Before anything is compiled: a wrong option is an error at the line of the user's.
     check_mode(mode)
     chosen = parse(options)
     if refuses_a_write(module.graph):
         return module.forward  # op by op, to raise in torch's words where the call is made
     if writes_bytes_as_booleans(module.graph):
         return module.forward  # op by op, where bytes beside those that are written stay as they are
+    marks.note(module)
     number = next(_numbers)
     alone: list[Clusters] = []
     compiled = aot_autograd(
@@ -60,12 +82,14 @@ def isthmus(
         inference_compiler=functools.partial(_infer, chosen, f"inference {number}", alone),
         partition_fn=functools.partial(_partition, chosen),
         decompositions=decompositions.table(),
+        # Writes to arguments stay in the graph as trailing ``copy_``s, which the program does itself.
         keep_inference_input_mutations=True,
     )
     try:
         wrapped = compiled(module, example_inputs)
     except Refused:
         return module.forward
+    # Dynamo writes the code around the graph once this function has returned.
     spare_call(module.graph)
     # Compiled autograd hands its inputs over in lists, which torch's wrapper flattens.
     nested = any(isinstance(each, (list, tuple, dict)) for each in example_inputs)
@@ -79,14 +103,42 @@ def _partition(
     """Split the joint graph where the least has to be kept for backward."""
     from functorch.compile import min_cut_rematerialization_partition
 
+    # In this order: random nodes are keyed before passes look for equal calls, and all rewriting is done before
+    # torch's partitioner decides what is saved.
     key_random_nodes(joint.graph)
     joint_passes.optimise(joint.graph)
+    _gather_again(joint.graph)
     _save_what_is_overwritten(joint.graph)
     cut = functools.partial(min_cut_rematerialization_partition, num_fwd_outputs=num_fwd_outputs)
+    unseeded(joint.graph)
     split: tuple[GraphModule, GraphModule] = cut(joint, *args, **kwargs)
-    if options.keep == "together" and not has_saving_hooks():
+    for module in split:
+        seeded_again(module.graph)
+    # Padded results travel each in its own buffer.
+    varies = any(
+        isinstance(node.meta.get("val"), torch.SymInt) for node in joint.graph.find_nodes(op="placeholder")
+    )
+    if options.keep == "together" and not (options.ranged and varies) and not has_saving_hooks():
         saved_tensors.together(*split, num_fwd_outputs)
     return split
+
+
+def _gather_again(graph: Graph) -> None:
+    """Let backward gather once more what ``fully_shard`` gathered, and its views and casts, rather than keep copies."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    gathered: set[Node] = set()
+    for node in graph.nodes:
+        op = node.target
+        if not isinstance(op, OpOverload):
+            continue
+        again = op.name() == "isthmus::redistribute" and len(node.args) > 3 and node.args[3]
+        cheap = op.is_view or torch.Tag.pointwise in op.tags or op is torch.ops.aten._to_copy.default
+        # What is cheap to compute of something gathered is computed again as well, or the cut would save it
+        # instead.
+        if again or (cheap and node.all_input_nodes and gathered.issuperset(node.all_input_nodes)):
+            gathered.add(node)
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
 
 def _save_what_is_overwritten(graph: Graph) -> None:
@@ -97,6 +149,7 @@ def _save_what_is_overwritten(graph: Graph) -> None:
     for place in written:
         assert isinstance(place, Node)
         for user in place.users:
+            # A view of the argument too: after the write it would show the new values.
             if user.target is not torch.ops.aten.copy_.default:
                 user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
@@ -113,6 +166,7 @@ def _clusters(
 ) -> Clusters:
     key_random_nodes(module.graph)
     module.graph.eliminate_dead_code()
+    # The graph was changed under FX's generated code.
     module.recompile()
     return Clusters(module, options, name, parameters)
 
@@ -132,7 +186,7 @@ def _infer(
 
 
 def _unwrapped(clusters: Clusters, wrapped: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what runs a graph without AOTAutograd's wrapper, which takes longer than a small program does."""
+    """Return a function that runs a graph without AOTAutograd's wrapper, which takes longer than a small program."""
 
     way: Callable[..., Any]
 
@@ -145,8 +199,19 @@ def _unwrapped(clusters: Clusters, wrapped: Callable[..., Any]) -> Callable[...,
             results = clusters.run([*args])
         except NodeFailure:
             return wrapped(*args)
+        except Exception as error:
+            __tracebackhide__ = True  # for IPython and pytest
+            tracebacks.shorten(error)
+            raise
+        # Only now: ``last`` is what this call has set.
         way = _shortest(clusters.run, slow)
+        if isinstance(clusters.run, Program):
+            clusters.run.on_drop = forget
         return results
+
+    def forget() -> None:
+        nonlocal way
+        way = slow
 
     way = slow
     return lambda *args: way(*args)
@@ -166,7 +231,11 @@ def _boxed(clusters: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """Return a compiled graph as torch calls it: with its list of arguments, which are freed as soon as they can be."""
 
     def call(args: list[Any]) -> Any:
-        return clusters(args)
+        try:
+            return clusters(args)
+        except Exception as error:
+            __tracebackhide__ = True  # for IPython and pytest
+            tracebacks.shorten(error)
+            raise
 
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
+    return takes_list(call)

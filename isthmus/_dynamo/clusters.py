@@ -1,6 +1,12 @@
 """A graph with nodes nothing lowers: what is lowered is gathered into programs, the rest runs node by node between.
 
-Whether a node is lowered may only show when it is traced, so a graph is cut again, without the node, when one fails.
+Usually nothing is left out, and ``Clusters.run`` is one ``Program``. Otherwise torch's ``CapabilityBasedPartitioner``
+groups the other nodes into clusters, each a program, and FX runs the graph of programs and nodes::
+
+    cluster_0(x) -> my_lib.op(%cluster_0) -> cluster_1(...)
+
+Whether a node is lowered may only show when it is traced, so a graph is cut again, without the node, when one fails
+(``NodeFailure``). Each such node is warned about, or refused, as ``options["fallback"]`` says.
 """
 
 from __future__ import annotations
@@ -39,12 +45,14 @@ class Clusters:
         self.module, self.options, self.name = module, options, name
         self.parameters = parameters or set()
         for number, node in enumerate(module.graph.nodes):
+            # FX copies and cuts rename nodes; the number stays with the node's metadata.
             node.meta[_ID] = number
         self.reasons: dict[int, str] = {}
         self.programs: list[Program] = []
         for node in module.graph.nodes:
             if node.op in ("call_function", "call_method", "call_module") and not is_lowered(node):
                 self._exclude(node, "nothing lowers it")
+        # Last, since it needs to know all nodes that are outside.
         self.run = self._build()
         compile_log.graph(self)
 
@@ -54,6 +62,8 @@ class Clusters:
             try:
                 return self.run(args)
             except NodeFailure as failure:
+                # One node more is outside, and the graph is cut again; the call starts over with all its
+                # arguments.
                 self._exclude(failure.node, f"{type(failure.cause).__name__}: {failure.cause}")
                 self.run = self._build()
 
@@ -112,8 +122,10 @@ def _cut(
         def is_node_supported(self, submodules: Any, node: Node) -> bool:
             return node.meta.get(_ID) in inside
 
+    # A copy: the partitioner moves nodes into modules, and the graph may have to be cut once more.
     copy = GraphModule(module, _copied(module))
     partitioner = CapabilityBasedPartitioner(copy, Support(), allows_single_node_partition=True)
+    # Fewer nodes than ``min_cluster`` are not worth a program.
     proposed = partitioner.propose_partitions()
     partitions = [p for p in proposed if _work(p.nodes) >= options.min_cluster and _has_results(p.nodes)]
     fused = partitioner.fuse_partitions(partitions, prefix="cluster_")
@@ -122,6 +134,7 @@ def _cut(
         if node.op == "call_module":
             program = Program(getattr(fused, node.target), options, f"{name}, {node.target}")
             programs.append(program)
+            # ``Program`` is no module, so the node becomes a call of a function.
             node.op, node.target = "call_function", _caller(program, str(node.target))
     fused.recompile()
     return fused, programs

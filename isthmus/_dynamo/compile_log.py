@@ -1,4 +1,4 @@
-"""Compiles specializations, and remembers what was compiled while somebody listens: ``isthmus.explain``."""
+"""Compiles specializations, and records what was compiled for its listeners: ``isthmus.explain``."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ class Record:
 
     graphs: list[Clusters] = field(default_factory=list)
     compilations: list[Compilation] = field(default_factory=list)
+    refusals: list[tuple[str, str]] = field(default_factory=list)
+    """The programs that are compiled exactly for each of their sizes, and what refused to be padded."""
 
 
 _listeners: list[Record] = []
@@ -37,12 +39,23 @@ _listeners: list[Record] = []
 @contextlib.contextmanager
 def recording() -> Iterator[Record]:
     """Record what is compiled inside this block."""
-    found = Record()
-    _listeners.append(found)
+    record = Record()
+    _listeners.append(record)
     try:
-        yield found
+        yield record
     finally:
-        _listeners.remove(found)
+        _listeners.remove(record)
+
+
+def is_recording() -> bool:
+    """Return whether somebody listens."""
+    return bool(_listeners)
+
+
+def refused(name: str, why: str) -> None:
+    """Tell those who listen what refused to be padded in a program whose sizes vary."""
+    for record in _listeners:
+        record.refusals.append((name, why))
 
 
 def graph(clusters: Clusters) -> None:
@@ -54,8 +67,8 @@ def graph(clusters: Clusters) -> None:
 def compile(specialization: Specialization) -> staged.Program:
     """Return the program of a specialization, compiled, and add it to the records that are open."""
     made = specialization.compile()
-    program = specialization.program
+    source = specialization.program
     for record in _listeners:
         for part in made.parts:
-            record.compilations.append(Compilation(program.name, program.module, part))
+            record.compilations.append(Compilation(source.name, source.module, part))
     return made

@@ -7,7 +7,7 @@ for the sizes of one call, or for symbolic ones, and makes ``_graph`` nodes of i
     conversion.values[node]     # the Graph node of an FX node; or a size, a number, None; or a list of these
     conversion.results          # the same for what the graph returns
     conversion.written          # the new value of each placeholder that a trailing ``copy_`` writes to
-    conversion.effects          # nodes that only check values: outputs of the graph that nobody returns
+    conversion.effects          # nodes that only check values: outputs of the graph that are not returned
 
 ``specialization.py`` and ``_export/trace.py`` convert whole graphs; sub-graphs are converted by the ``Conversion`` of
 the graph around. What differs between the two forms is settled here and in ``converters.py``, so that no pass and no
@@ -59,9 +59,14 @@ from isthmus._program.evaluate import RULES, run_call
 from isthmus._program.flex_attention import Scatter
 from isthmus._runtime.compiler import scoped_x64
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
+from isthmus._runtime.host_arrays import to_numpy
+from isthmus._runtime.private import is_traced
 from isthmus.errors import ExportError, LoweringError, Unsupported
 
 _aten = torch.ops.aten
+# ``tobytes`` of a large constant would cost more than it saves.
+# Elements of a constant that is compared by its contents.
+_SMALL = 1024
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -75,10 +80,24 @@ class Storage:
 
 
 class Constant:
-    """A tensor of the module as the op of a call: named, and equal to itself alone."""
+    """A tensor of the module as the op of a call.
+
+    Small ones are equal if their contents are, so that the graphs of two sizes, each with constants of its own, are
+    alike (``_program/ranges.py``); a large one is equal to itself alone.
+    """
 
     def __init__(self, name: str, array: jax.Array) -> None:
         self.__name__, self.array = name, array
+        small = array.size <= _SMALL and not is_traced([array])
+        contents = to_numpy(array).tobytes() if small else id(array)
+        self._key = (tuple(array.shape), array.dtype, contents)
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether another constant has the same contents."""
+        return isinstance(other, Constant) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
 
     def __call__(self) -> jax.Array:
         """Return the array."""
@@ -118,9 +137,11 @@ class Conversion:
         self.written: dict[FxNode, Node] = {}
         self.effects: list[Node] = []
         # The FX node that each node was made for, to say which one failed.
+        # The first FX node counts: equal calls are one node.
         self.origins: dict[Node, FxNode] = {}
         remaining = iter(arguments)
         for fx in module.graph.nodes:
+            # In the order of the graph, so every argument of a node has a value by then.
             if fx.op == "placeholder":
                 self.values[fx] = next(remaining)
             elif fx.op == "get_attr":
@@ -149,6 +170,7 @@ class Conversion:
         value = operator.attrgetter(str(fx.target))(self.module)
         if not isinstance(value, Tensor):
             return value
+        # Constants live on the device, wherever the module has them.
         array = array_of(value) if value.device.type == "jax" else array_from_cpu(value.cpu())
         type = Type(tuple(value.shape), value.dtype)
         return node(call_of(Constant(str(fx.target), array), {}, [type]))
@@ -160,6 +182,7 @@ class Conversion:
             raise
         except Exception as error:
             raise NodeFailure(fx, error) from error
+        # Items are found by the call in front of them.
         for each in _nodes_in(value):
             self.origins.setdefault(each.inputs[0] if isinstance(each.call, Item) else each, fx)
         return value
@@ -168,20 +191,24 @@ class Conversion:
         target: Any = fx.target
         args, kwargs = self.look_up(fx.args), self.look_up(fx.kwargs)
         if self.infers:
+            # Scatters of flex_attention's gradients are no arrays until they are summed.
             scatter = flex_attention.scatter(self, fx, args)
             if scatter is not None:
                 return scatter
             args, kwargs = self.look_up(fx.args), self.look_up(fx.kwargs)
+        # The draw is an input of the program: its words are the last source.
         if isinstance(target, Draw):
             return self.words
         if isinstance(target, Keyed):
             return self._random(fx, target, args, kwargs)
+        # In a loop a number stays an array, since its value is not known while the body is traced.
         if self.inside and target is _aten._local_scalar_dense.default:
             return args[0]
         if target in _CONVERTERS:
             return _CONVERTERS[target](self, fx, *args, **kwargs)
         if isinstance(target, OpOverload):
             return self._overload(fx, COPIES.get(target, target), args, kwargs)
+        # A Python function of tensors: it has no schema, so its arguments have numbers for names.
         if any(True for _ in _nodes_in([args, kwargs])) and target is not operator.getitem:
             if kwargs:
                 raise Unsupported(f"{target} with arguments by name")
@@ -190,13 +217,16 @@ class Conversion:
 
     def _overload(self, fx: FxNode, op: OpOverload, args: list[Any], kwargs: dict[str, Any]) -> Any:
         # An exported graph may have sizes that are symbols, of which the CPU cannot be asked.
+        # Views are never refused; asking would cost more than converting them.
         if op not in VIEWS and self.mode != "export":
             refusals.check(op, args, kwargs)
         schema = schema_of(op)
         arguments = dict(zip([a.name for a in schema.arguments], args, strict=False)) | kwargs
+        # AOTAutograd leaves attention whole in sub-graphs and exports.
         if op is _aten.scaled_dot_product_attention.default:
             return converters.attention(self, fx, op, **arguments)
         lowering = lowering_of(op)
+        # The device's kernels look at strides, so the call carries the layouts of its arguments.
         if op in ON_DEVICE or (lowering is None and op not in VIEWS and op not in RULES):
             return self.on_device(fx, op, arguments)
         if lowering is not None and lowering.size is not None and op not in RULES:
@@ -227,6 +257,7 @@ class Conversion:
         A node, or a type, among the operands is a leaf; anything else is compiled in. Returned beside the graph is, for
         each result of the module, the number of the graph's output, or None where there is none.
         """
+        # Arrays become leaves of the sub-graph; sizes and numbers are known and compiled in.
         leaves = [
             leaf("array", at, each.type if isinstance(each, Node) else each)
             if isinstance(each, (Node, Type))
@@ -245,6 +276,7 @@ class Conversion:
             return len(outputs) - 1
 
         results = [None if result is None else number(result) for result in flatten(inner.results)]
+        # ``effects`` are no results, and are cut off again after the passes have seen them.
         # Nodes that only check values are computed though no result needs them.
         graph = optimise(Graph.of([*outputs, *inner.effects]), self.mode)
         return replace(graph, outputs=graph.outputs[: len(outputs)]), results
@@ -263,6 +295,7 @@ class Conversion:
                 raise Unsupported(f"{each.target} inside a graph inside a graph")
         symbols = self.symbols.inside(module.graph.find_nodes(op="placeholder"), arguments)
         try:
+            # Without storages: a sub-graph may not look at the strides of its arguments.
             return Conversion(module, symbols, arguments, {}, mode=self.mode, inside=True, infers=infers)
         except NodeFailure as failure:
             # The node that cannot be converted is, in this graph, the one that calls the other.
@@ -274,8 +307,8 @@ class Conversion:
         self, function: Any, args: Sequence[Any], types: Sequence[Type | None] | None = None
     ) -> list[Any]:
         """Return the results of a call of a function of arrays; where no types are given, they are found by tracing."""
-        made = self.node_of(function, numbered(args), types)
-        return list(made.results) if len(made.types) != 1 else [made]
+        call = self.node_of(function, numbered(args), types)
+        return list(call.results) if len(call.types) != 1 else [call]
 
     def call(
         self,
@@ -288,13 +321,14 @@ class Conversion:
         """Return the results of a call, in the structure torch gives them."""
         announced = fx.meta.get("val")
         types = self._types(op, announced)
-        made = self.node_of(op, arguments, types, draw, layouts)
+        result = self.node_of(op, arguments, types, draw, layouts)
+        # Types that torch did not announce were found by tracing; compare what torch did say.
         if types is None and not self.infers:
-            _compare(fx, made.types, announced)
+            _compare(fx, result.types, announced)
         # A number that a call computes stays an array (inside of a loop that counts).
         if announced is None or isinstance(announced, _NUMBERS):
-            return made if len(made.types) == 1 else list(made.results)
-        return self._structured(announced, iter(made.results or (made,)))
+            return result if len(result.types) == 1 else list(result.results)
+        return self._structured(announced, iter(result.results or (result,)))
 
     def node_of(
         self,
@@ -312,6 +346,7 @@ class Conversion:
         if draw is not None:
             inputs.append(draw[0])
         parts: dict[str, Any] = {
+            # torch's default dtype now is that of the trace.
             "context": (torch.get_default_dtype(), None),
             "random": draw is not None,
             "draw": 0 if draw is None else draw[1],
@@ -325,6 +360,7 @@ class Conversion:
         """Return the types that torch announces, None for one that is no tensor; None if they are to be inferred."""
         if value is None or self.infers or isinstance(value, _NUMBERS):
             return None
+        # A call whose sizes no argument tells is traced by JAX instead, which finds its types.
         try:
             types = [self._type(each) for each in flatten(value)]
         except (TypeError, ExportError):  # a symbol that no argument tells: the size came from data
@@ -396,6 +432,7 @@ def _with_inputs(value: Any, inputs: list[Node]) -> Any:
 def _inferred(call: Call, inputs: Sequence[Node]) -> list[Type | None]:
     """Return the types of a call whose sizes torch left open, by tracing it."""
     examples = [jax.ShapeDtypeStruct(n.type.size, to_jax_dtype(n.type.dtype)) for n in inputs]
+    # With 64-bit types on, as all programs are traced.
     with scoped_x64():
         results = jax.eval_shape(lambda *arrays: _arrays(run_call(call, arrays)), *examples)
     types = [None if r is None else Type(tuple(r.shape), to_torch_dtype(r.dtype)) for r in results]
@@ -411,10 +448,11 @@ def _arrays(results: Any) -> list[Any]:
 
 def _compare(fx: FxNode, types: Sequence[Type | None], announced: Any) -> None:
     """Raise if types that were found by tracing are not torch's in dtype and rank; unused results may be anything."""
+    # A result that nothing reads may have another shape in a lowering.
     used = {user.args[1] for user in fx.users if user.target is operator.getitem}
-    for at, (type, wanted) in enumerate(zip(types, flatten(announced), strict=False)):
-        if type is None or not isinstance(wanted, Tensor) or (len(types) > 1 and at not in used):
+    for at, (type, expected) in enumerate(zip(types, flatten(announced), strict=False)):
+        if type is None or not isinstance(expected, Tensor) or (len(types) > 1 and at not in used):
             continue
-        if (type.dtype, len(type.size)) != (wanted.dtype, wanted.dim()):
-            shown = f"{wanted.dtype}{list(wanted.shape)}"
+        if (type.dtype, len(type.size)) != (expected.dtype, expected.dim()):
+            shown = f"{expected.dtype}{list(expected.shape)}"
             raise LoweringError(f"the lowering of {fx.target} gave {type} where torch gives {shown}")

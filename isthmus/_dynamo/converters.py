@@ -1,6 +1,15 @@
 """Converters of ops that FX graphs and ``Graph``s say differently: reads through strides, writes, asserts, sizes.
 
-Each gets the ``Conversion``, the FX node and its arguments with nodes of ``_graph`` in them, and returns the value.
+``convert.py`` turns an FX node into a call of the same op where that op has a lowering or a decomposition. The ops in
+``CONVERTERS`` mean something that a graph on arrays says otherwise: a storage, a write, an effect. Each converter gets
+the ``Conversion``, the FX node and its arguments with nodes of ``_graph`` in them, and returns the value::
+
+    as_strided(x, (3,), (2,), 1)     x an argument: a read of its storage through strides (``view_calls.read_node``)
+    copy_(x, new)                    nothing is written: ``conversion.written[x]`` is a result of the program
+    _assert_async(ok)                a node that requires ``ok``, in ``conversion.effects``, so that it is computed
+
+What can go wrong: strides of a node refer to the memory that eager would have given it, so its value is laid out like
+that first (``store``). What a converter cannot say raises ``Unsupported``, and the node stays outside of programs.
 """
 
 from __future__ import annotations
@@ -8,6 +17,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,32 +46,37 @@ def _as_strided(
     """Return the elements that strides find in the storage of the node that ``x`` is a view of."""
     base = fx.args[0]
     assert isinstance(base, FxNode)
+    # Views of views are read from the storage of the first.
     root = layout.root_of(base)
+    # An exported reshape: sizes may be symbols, and a grid of strides would need to divide them.
     if conversion.mode == "export" and _is_reshape(fx):
         whole = conversion.values[root]
         return node(view_calls.view(whole.type, tuple(size)), whole)
     start = conversion.symbols(
         base.meta["val"].storage_offset() if storage_offset is None else storage_offset
     )
-    spec = Spec(tuple(size), tuple(stride), fx.meta["val"].dtype)
+    spec = Spec(tuple(size), tuple(stride), fx.meta["val"].dtype, start)
     if root in conversion.storages:
-        return _of_argument(conversion, root, spec, start)
+        return _of_argument(conversion, root, spec)
     if conversion.inside and root.op == "placeholder":
         raise Unsupported("strides of an argument of a graph inside a graph")
     whole = conversion.values[root]
+    # A node's value is laid out as eager would have stored it, which strides refer to.
     storage = view_calls.chained(view_calls.store(conversion.symbols.root_spec(root, whole.type.size)), whole)
-    _check_bounds(storage, spec, start)
-    return view_calls.read_node(storage, spec, start=start)
+    _check_bounds(storage, spec)
+    return view_calls.read_node(storage, spec)
 
 
-def _of_argument(conversion: Conversion, root: FxNode, spec: Spec, start: int) -> Node:
+def _of_argument(conversion: Conversion, root: FxNode, spec: Spec) -> Node:
     storage = conversion.storages[root]
     # torch's fake tensor may start elsewhere in its storage than the argument does.
-    start -= conversion.symbols(root.meta["val"].storage_offset())
+    start = spec.offset - conversion.symbols(root.meta["val"].storage_offset())
     if storage.offset is None:
-        _check_bounds(storage.node, spec, start)
-        return view_calls.read_node(storage.node, spec, start=start)
+        spec = replace(spec, offset=start)
+        _check_bounds(storage.node, spec)
+        return view_calls.read_node(storage.node, spec)
     offset = storage.offset
+    # The offset of an argument is an input of the program; what torch adds to it is a constant.
     if start:
         offset = node(call_of(operator.add, {"0": Input(0), "1": start}, [_NUMBER]), offset)
     return view_calls.read_node(storage.node, spec, offset)
@@ -81,15 +96,16 @@ def _as_strided_scatter(
     assert isinstance(base, FxNode)
     spec = conversion.symbols.root_spec(base, x.type.size)
     storage = view_calls.chained(view_calls.store(spec), x)
-    view = Spec(tuple(size), tuple(stride), x.type.dtype)
-    _check_bounds(storage, view, storage_offset or 0)
-    written = view_calls.write_node(storage, view, src, start=storage_offset or 0)
+    view = Spec(tuple(size), tuple(stride), x.type.dtype, storage_offset or 0)
+    _check_bounds(storage, view)
+    written = view_calls.write_node(storage, view, src)
     return view_calls.read_node(written, spec)
 
 
 def _copy(conversion: Conversion, fx: FxNode, target: Node, source: Node, non_blocking: bool = False) -> Any:
     """Record the new value of an argument of the graph, which the program will write there."""
     place = fx.args[0]
+    # Writes anywhere else were functionalized by torch; one that is left cannot be done.
     whole = not conversion.inside and conversion.mode != "export"
     if not whole or not isinstance(place, FxNode) or place.op != "placeholder":
         raise Unsupported("a write to anything but an argument of the whole graph")
@@ -115,6 +131,7 @@ def _assert_async(
 
 
 def _assert_scalar(conversion: Conversion, fx: FxNode, value: Any, message: str) -> None:
+    # Sizes are numbers here, so the condition is one as well.
     if not value:  # a condition on sizes, which are known
         raise RuntimeError(message)
 
@@ -138,6 +155,7 @@ def _with_effects(conversion: Conversion, fx: FxNode, token: Any, op: Any, *rest
     """Convert an op torch keeps in its place by a token, which a program has no use for."""
     if op not in CONVERTERS:
         raise Unsupported(f"the effect of {op}")
+    # The token orders effects among each other; a program computes all of them.
     return [token, CONVERTERS[op](conversion, fx, *rest, **kwargs)]
 
 
@@ -168,6 +186,7 @@ def attention(
     """Convert attention that torch left whole, in a sub-graph or to be exported, to the op that has a lowering."""
     if dropout_p:
         raise Unsupported("attention with dropout, where no draw is known")
+    # The op that has a lowering takes equal batches, and as many heads or, with ``enable_gqa``, a multiple.
     q, k, v = query.type.size, key.type.size, value.type.size
     named = {"query": query, "key": key, "value": value, "is_causal": is_causal}
     heads = len(q) < 4 or q[1] == k[1] or rest.get("enable_gqa")
@@ -176,15 +195,17 @@ def attention(
         # The rarer forms are the device's: it broadcasts and masks by ops of its own.
         return conversion.on_device(fx, op, named | {"attn_mask": attn_mask, **rest})
     named |= {"attn_bias": attn_mask, "scale": rest.get("scale")}
-    out: list[Type | None] = [Type((*q[:-1], v[-1]), query.type.dtype), *[None] * 8]
+    # The other eight results belong to dropout and to gradients, and nothing reads them.
+    types: list[Type | None] = [Type((*q[:-1], v[-1]), query.type.dtype), *[None] * 8]
     fused = _aten._scaled_dot_product_fused_attention_overrideable.default
-    return conversion.node_of(fused, named, out).results[0]
+    return conversion.node_of(fused, named, types).results[0]
 
 
-def _check_bounds(storage: Node, spec: Spec, start: int) -> None:
+def _check_bounds(storage: Node, spec: Spec) -> None:
     """Raise where a view reaches outside of its storage: here, since a view that is returned is never computed."""
+    # In elements of the view's dtype, which may be another than the storage's.
     elements = storage.type.nbytes // spec.dtype.itemsize
-    if not 0 <= start <= elements - span(spec.size, spec.stride):
+    if not 0 <= spec.offset <= elements - span(spec.size, spec.stride):
         raise Unsupported("elements before or after those of a storage")
 
 

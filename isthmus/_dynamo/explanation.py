@@ -1,4 +1,14 @@
-"""What was compiled, as data and as text: graphs, their programs, the nodes outside, graph breaks, times and costs."""
+"""What was compiled, as data and as text: graphs, their programs, the nodes outside, graph breaks, times and costs.
+
+``isthmus.explain(f)(x)`` compiles ``f`` anew, runs it once while ``compile_log.recording`` listens, and returns an
+``Explanation``: frozen records that refer to each other from the outside in::
+
+    Explanation -> Graph (one of Dynamo's) -> Cluster (a program) -> Compiled (an executable for some sizes)
+                                           -> Outside (a node that runs by itself, and why)
+
+``print`` shows tables (``text_tables.py``), ``save_html`` writes a page (``html.py``); both use the row functions at
+the end of this file, so that they say the same. Costs are XLA's own estimates, None where a plugin gives none.
+"""
 
 from __future__ import annotations
 
@@ -123,6 +133,8 @@ class Explanation:
     """Executables no longer used: their graph was cut again, without a node that failed later."""
     on_cpu: Mapping[str, int] = field(default_factory=dict)
     """How often each op ran on the CPU during the call."""
+    refused: tuple[tuple[str, str], ...] = ()
+    """Programs that are compiled for each of their sizes, as no padding is possible, and the primitive that refused."""
 
     @property
     def clusters(self) -> tuple[Cluster, ...]:
@@ -137,9 +149,9 @@ class Explanation:
     @property
     def stages(self) -> dict[str, float]:
         """The seconds of the whole call: in each stage of compilation, and in torch: Dynamo, autograd and the run."""
-        made = [*self.compiled, *self.replaced]
-        found = {stage: sum(one.seconds[stage] for one in made) for stage in STAGES}
-        return {**found, "torch": max(0.0, self.seconds - sum(found.values()))}
+        executables = [*self.compiled, *self.replaced]
+        seconds = {stage: sum(one.seconds[stage] for one in executables) for stage in STAGES}
+        return {**seconds, "torch": max(0.0, self.seconds - sum(seconds.values()))}
 
     def stablehlo(self) -> str:
         """Return the StableHLO of every executable."""
@@ -187,6 +199,7 @@ class Explanation:
             ("collectives, bytes of results on one device", table([], collective_rows(self), right=(1, 2))),
             ("nodes outside, because nothing compiles them", table([], fallback_rows(self))),
             ("graph breaks", table([], break_rows(self))),
+            ("compiled for each size, because they cannot be padded", table([], refusal_rows(self))),
             ("ran on the CPU", table([], [[op, f"{times:,}"] for op, times in self.on_cpu.items()])),
         ]
         lines = [f"{self.function}: {self.summary()}", self.times()]
@@ -212,29 +225,33 @@ def explained(
     options: Mapping[str, Any],
 ) -> Explanation:
     """Compile ``fn`` anew, run it once, with its backward if asked, and return what happened."""
+    # Everything is compiled anew, or what was compiled before would not be seen.
     torch.compiler.reset()
     fallen = counters.fallbacks.copy()
-    with compile_log.recording() as found, private.graph_breaks() as breaks:
+    with compile_log.recording() as record, private.graph_breaks() as breaks:
         started = time.perf_counter()
         result = torch.compile(fn, backend="isthmus", **options)(*args, **kwargs)
         if backward:
             _backward(result)
         seconds = time.perf_counter() - started
-    used = {id(program.module) for clusters in found.graphs for program in clusters.programs}
-    replaced = [made for made in found.compilations if id(made.module) not in used]
+    # A graph that was cut again leaves executables behind that nothing calls.
+    used = {id(program.module) for clusters in record.graphs for program in clusters.programs}
+    replaced = [made for made in record.compilations if id(made.module) not in used]
     return Explanation(
         getattr(fn, "__name__", type(fn).__name__),
-        tuple(_graph(clusters, found.compilations) for clusters in found.graphs),
+        tuple(_graph(clusters, record.compilations) for clusters in record.graphs),
         _breaks(breaks),
         seconds,
         tuple(_compiled(made.name, made.made) for made in replaced),
+        # The difference: counters are the process's.
         dict((counters.fallbacks - fallen).most_common()),
+        tuple(dict.fromkeys(record.refusals)),
     )
 
 
-def _breaks(found: Sequence[private.GraphBreak]) -> tuple[Break, ...]:
+def _breaks(noted: Sequence[private.GraphBreak]) -> tuple[Break, ...]:
     """Return the breaks in the user's code, once each: Dynamo meets one again where it inlines its function."""
-    places = [(user_place(stack), reason, skipped) for stack, reason, skipped in found]
+    places = [(user_place(stack), reason, skipped) for stack, reason, skipped in noted]
     return tuple(dict.fromkeys(Break(place, why, skipped) for place, why, skipped in places if place))
 
 
@@ -255,6 +272,7 @@ def _graph(clusters: Clusters, compilations: Sequence[compile_log.Compilation]) 
     for program in clusters.programs:
         owner.update({node.meta[_ID]: len(steps) for node in _calls(program.module)})
         steps.append(_cluster(program, [one for one in compilations if one.module is program.module]))
+    # Nodes outside, each with its reason; those too few for a program have none.
     reasons = dict(clusters.outside)
     for node in nodes:
         if node.meta[_ID] not in owner:
@@ -286,6 +304,7 @@ def _ordered(owner: Mapping[Node, int]) -> Iterator[int]:
     first: dict[int, int] = {}
     for position, (node, step) in enumerate(owner.items()):
         first.setdefault(step, position)
+        # A step needs the steps that own the inputs of its nodes, itself left out.
         for other in {owner[source] for source in node.all_input_nodes if source in owner} - {step}:
             needs[step].add(other)
             users[other].add(step)
@@ -293,6 +312,7 @@ def _ordered(owner: Mapping[Node, int]) -> Iterator[int]:
     heapq.heapify(ready)
     while ready:
         _, done = heapq.heappop(ready)
+        # Among those that are ready the one that comes first in the graph.
         yield done
         for step in users[done]:
             needs[step].remove(done)
@@ -352,6 +372,11 @@ def fallback_rows(explanation: Explanation) -> list[list[str]]:
 def break_rows(explanation: Explanation) -> list[list[str]]:
     """Return a row for each graph break: line, source, why."""
     return [[*_where(one.place), break_reason(one)] for one in explanation.breaks]
+
+
+def refusal_rows(explanation: Explanation) -> list[list[str]]:
+    """Return a row for each program that cannot be padded: its name, and what refused."""
+    return [[name, why] for name, why in explanation.refused]
 
 
 def break_reason(one: Break) -> str:

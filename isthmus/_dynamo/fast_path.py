@@ -5,7 +5,7 @@ A call of a small program takes longer on its way through Python than in XLA; ev
 turn, of which about 7 are Dynamo's). For two arguments and one result it is::
 
     def call(a0, a1):
-        if (mode.recording and here.lazy) or not alike(a0, a1):
+        if (mode.recording and here.lazy) or watchers or not alike(a0, a1):
             return slow(a0, a1)
         b0 = a0.untyped_storage()._buffer; b1 = a1.untyped_storage()._buffer
         if b0.signature is not s0 or a0.storage_offset() or b1.signature is not s1 or a1.storage_offset():
@@ -24,7 +24,9 @@ from collections.abc import Callable
 from typing import Any
 
 from isthmus._device.core import mode
-from isthmus._dynamo.program import Like
+from isthmus._dynamo.program import LastCall
+from isthmus._dynamo.running import Run
+from isthmus._runtime import watching
 from isthmus._runtime.private import forgetting_callers
 
 Call = Callable[..., Any]
@@ -32,15 +34,18 @@ Call = Callable[..., Any]
 _MOST = 16
 
 
-def quick(like: Like, slow: Call) -> Call:
-    """Return what runs calls like one that was made, and calls ``slow`` with the arguments of others."""
+def quick(like: LastCall, slow: Call) -> Call:
+    """Return a function that runs calls like one that was made, and calls ``slow`` with the arguments of others."""
     run = like.run
+    if not isinstance(run, Run):
+        return slow
     makers, count = run.specialization.returns.makers(run.shardings), len(like.signatures)
     if not run.pure or makers is None or any(like.moved) or not 0 < count <= _MOST:
         return slow
-    scope = {
+    scope: dict[str, Any] = {
         "here": mode.here,
         "mode": mode.current,
+        "watchers": watching.watchers,
         "alike": like.alike,
         "slow": slow,
         "forgetting": forgetting_callers,
@@ -49,7 +54,7 @@ def quick(like: Like, slow: Call) -> Call:
         **{f"s{n}": signature for n, signature in enumerate(like.signatures)},
         **{f"m{n}": make for n, make in enumerate(makers)},
     }
-    exec(_source(count, len(makers)), scope)
+    exec(compile(_source(count, len(makers)), "<isthmus fast path>", "exec"), scope)
     return scope["call"]
 
 
@@ -62,7 +67,7 @@ def _source(count: int, results: int) -> str:
     made = "".join(f"m{n}(found[{n}]), " for n in range(results))
     return f"""
 def call({args}):
-    if (mode.recording and here.lazy) or not alike({args}):
+    if (mode.recording and here.lazy) or watchers or not alike({args}):
         return slow({args})
     {buffers}
     if {differs}:

@@ -34,6 +34,7 @@ def forward(conversion: Conversion, fx: FxNode, *args: Any) -> Any:
 
 def backward(conversion: Conversion, fx: FxNode, *args: Any) -> Any:
     """Return the call for the gradients of ``flex_attention``."""
+    # torch's own order of arguments; the sums and the kernel options are not needed.
     query, key, value, out, _, grad_out, grad_sums, module, joint_module, block_mask, scale, _, *buffers = (
         args
     )
@@ -42,15 +43,17 @@ def backward(conversion: Conversion, fx: FxNode, *args: Any) -> Any:
     operands = [score, *_PLACE, score, *_captured(buffers)]
     joint, results = conversion.subgraph(joint_module, operands, infers=True)
     # The gradients of a score and its place, then those of captured tensors, of which torch may want none.
+    # The first five gradients are of the score, batch, head, query and key.
     captured = [None if w is None else r for w, r in zip(fx.meta["val"][3], results[5:], strict=True)]
     gradients = [out, grad_out, grad_sums, graph, joint, captured]
     rest = _shared(conversion, block_mask, scale, buffers)
-    given = numbered([query, key, value, *gradients, *rest])
-    return conversion.call(fx, flex_attention.flex_attention_backward, given)
+    arguments = numbered([query, key, value, *gradients, *rest])
+    return conversion.call(fx, flex_attention.flex_attention_backward, arguments)
 
 
 def _captured(buffers: Sequence[Any]) -> Sequence[Any]:
-    """Return what the function of a score captured; a mask's captures come second."""
+    """Return the values that the function of a score captured; a mask's captures come second."""
+    # Without captures torch leaves the tuple out.
     captured: Sequence[Any] = buffers[0] if buffers else ()
     return captured
 
@@ -77,10 +80,12 @@ def scatter(conversion: Conversion, fx: FxNode, args: list[Any]) -> Scatter | No
         values, *indices = conversion.function(flex_attention.aligned, [values, indices, tuple(size)])
         return Scatter(tuple(size), ((values, tuple(indices)),))
     scatters = [value for value in args if isinstance(value, Scatter)]
+    # Two scatters add up by joining their parts.
     if fx.target is torch.ops.aten.add.Tensor and len(scatters) == 2 and not fx.kwargs:
         return Scatter(scatters[0].size, scatters[0].parts + scatters[1].parts)
     for source in fx.all_input_nodes:
         value = conversion.values[source]
+        # Any other use of a scatter needs the array.
         if isinstance(value, Scatter):
             parts = [[values, *indices] for values, indices in value.parts]
             (conversion.values[source],) = conversion.function(flex_attention.scattered, [value.size, *parts])

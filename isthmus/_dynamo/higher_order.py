@@ -38,13 +38,14 @@ def _cond(
 ) -> Any:
     if not isinstance(chosen, Node):  # sizes decide, and they are known
         return conversion.inlined(fx, on_true if chosen else on_false, operands)
+    # Both branches are converted for the same operands, and must agree in which results are None.
     graph, results = conversion.subgraph(on_true, operands)
     other, others = conversion.subgraph(on_false, operands)
     if results != others:
         raise Unsupported("branches of which one has no result where the other has one")
     types = [output.type for output in graph.outputs]
-    made = conversion.function(control_flow.cond, [chosen, graph, other, operands], types)
-    return [None if result is None else made[result] for result in results]
+    results_of_call = conversion.function(control_flow.cond, [chosen, graph, other, operands], types)
+    return [None if result is None else results_of_call[result] for result in results]
 
 
 def _while_loop(
@@ -59,6 +60,7 @@ def _while_loop(
     if any(options.values()):
         raise Unsupported("a loop that writes to its arguments")
     _refuse_numbers_read(fx, carried)
+    # What is carried has the types it starts with, in every round.
     types = [value.type if isinstance(value, Node) else _number_type(value) for value in carried]
     again, _ = conversion.subgraph(condition, [*types, *others])
     step, _ = conversion.subgraph(body, [*types, *others])
@@ -75,6 +77,7 @@ def _refuse_numbers_read(fx: FxNode, carried: Sequence[Any]) -> None:
     """Refuse a loop that carries Python numbers which are read afterwards: no program can return one."""
     numbers = {at for at, value in enumerate(carried) if not isinstance(value, Node)}
     for user in fx.users:
+        # A ``getitem`` of a number that is read, or a use of the whole: the program could not return it.
         if user.target is not operator.getitem or (user.args[1] in numbers and user.users):
             raise Unsupported("a number that a loop computes")
 
@@ -90,8 +93,8 @@ def _scan(
     carried = [value.type for value in init]
     graph, results = conversion.subgraph(body, [*carried, *_slices(xs), *others])
     types = [*carried, *_stacked(xs, [output.type for output in graph.outputs[len(carried) :]])]
-    made = conversion.function(control_flow.scan, [graph, init, xs, others], types)
-    return [None if result is None else made[result] for result in results]
+    results_of_call = conversion.function(control_flow.scan, [graph, init, xs, others], types)
+    return [None if result is None else results_of_call[result] for result in results]
 
 
 def _slices(xs: Sequence[Node]) -> list[Type]:
@@ -104,12 +107,14 @@ def _stacked(xs: Sequence[Node], types: Sequence[Type]) -> list[Type]:
 
 
 def _map(conversion: Conversion, fx: FxNode, body: GraphModule, xs: list[Node], others: list[Any]) -> Any:
+    # A map is a scan that carries nothing.
     return _scan(conversion, fx, body, [], xs, others)
 
 
 def _associative_scan(
     conversion: Conversion, fx: FxNode, body: GraphModule, xs: list[Node], others: Sequence[Any] = ()
 ) -> Any:
+    # The body combines two elements, so it has two slices for each input.
     graph, _ = conversion.subgraph(body, [*_slices(xs), *_slices(xs), *others])
     types = [x.type for x in xs]
     return conversion.function(control_flow.associative_scan, [graph, xs, others], types)

@@ -16,6 +16,7 @@ from isthmus._dynamo.explanation import (
     break_rows,
     fallback_rows,
     program_rows,
+    refusal_rows,
 )
 from isthmus._dynamo.text_tables import amount, counted
 
@@ -75,6 +76,7 @@ def _tables(explanation: Explanation) -> Iterator[str]:
             "",
         ),
         ("Graph breaks", ["line", "source", "why"], break_rows(explanation), ""),
+        ("Compiled for each size", ["program", "what cannot be padded"], refusal_rows(explanation), ""),
         ("Ran on the CPU", ["op", "times"], [[op, f"{n:,}"] for op, n in explanation.on_cpu.items()], ""),
     ]
     for title, heads, rows, style in tables:

@@ -42,6 +42,7 @@ def optimise(graph: FxGraph) -> None:
     for each in PASSES:
         if "joint" not in each.modes:
             continue
+        # Nodes of the mirror hold symbols, which the tables of all nodes must not.
         with temporary():
             mirror = _Mirror(graph)
             with without_modes():  # a pass may compute constants
@@ -51,6 +52,7 @@ def optimise(graph: FxGraph) -> None:
             before = str(graph) if config.current.log == "passes" else ""
             if mirror.apply(rule) and before:
                 log_change("joint", each.name, before, graph)
+    # Replaced nodes are left behind without users.
     graph.eliminate_dead_code()
 
 
@@ -63,6 +65,7 @@ class _Mirror:
         self.sources: dict[Node, FxNode] = {}
         for index, fx in enumerate(graph.nodes):
             if fx.op != "output":
+                # Of equal calls the first FX node stands for all.
                 mirrored = self.nodes[fx] = self._mirrored(fx, index)
                 if isinstance(mirrored, Node):
                     self.sources.setdefault(mirrored, fx)
@@ -107,6 +110,7 @@ class _Mirror:
         if isinstance(value, FxNode):
             mirrored = self.nodes[value]
             if not isinstance(mirrored, Node):
+                # A size that is a node is no tensor: the call is looked at as opaque.
                 raise TypeError
             inputs.append(mirrored)
             return Input(len(inputs) - 1)
@@ -117,12 +121,14 @@ class _Mirror:
     def apply(self, rule: Rule) -> bool:
         """Replace FX nodes whose nodes the rule replaces; return whether there are any."""
         changed = False
+        # Calls before their items, as ``remade`` wants them.
         ordered = list(dict.fromkeys(n for n in self.nodes.values() if isinstance(n, Node)))
         calls: list[Node] = []
         for each in ordered:
             source = each.inputs[0] if isinstance(each.call, Item) else each
             if not isinstance(source.call, Leaf):
                 calls += [source, each]
+        # ``known`` is empty: leaves stay as they are.
         new = remade(dict.fromkeys(calls), {}, rule)
         for fx, old in list(self.nodes.items()):
             if isinstance(old, Node) and new.get(old, old) is not old:
@@ -132,26 +138,28 @@ class _Mirror:
                     changed = True
         return changed
 
-    def _emit(self, wanted: Node, before: FxNode) -> FxNode:
+    def _emit(self, target: Node, before: FxNode) -> FxNode:
         """Return an FX node that computes a node; new ones are put before the one that is replaced."""
-        known = self.sources.get(wanted)
+        known = self.sources.get(target)
+        # Already there: another rule has made it, or it was in the graph.
         if known is not None:
             return known
-        inputs = [self._emit(each, before) for each in wanted.inputs]
+        inputs = [self._emit(each, before) for each in target.inputs]
         with self.graph.inserting_before(before):
-            if isinstance(wanted.call, Item):
-                made = self.graph.call_function(operator.getitem, (inputs[0], wanted.call.index))
-                value, meta = inputs[0].meta["val"][wanted.call.index], inputs[0].meta
+            if isinstance(target.call, Item):
+                fx_node = self.graph.call_function(operator.getitem, (inputs[0], target.call.index))
+                # An item has the metadata of the call that it is taken from.
+                value, meta = inputs[0].meta["val"][target.call.index], inputs[0].meta
             else:
-                assert isinstance(wanted.call, Call)
-                args, kwargs = _arguments(wanted.call, inputs)
-                made = self.graph.call_function(wanted.call.op, args, kwargs)
-                value, meta = _announced(made), before.meta
+                assert isinstance(target.call, Call)
+                args, kwargs = _arguments(target.call, inputs)
+                fx_node = self.graph.call_function(target.call.op, args, kwargs)
+                value, meta = _announced(fx_node), before.meta
         # torch reads more than the value from metadata: which module a node is from, whether it belongs to backward.
-        made.meta = {**meta, "val": value}
-        made.meta.pop("tensor_meta", None)
-        self.sources[wanted] = made
-        return made
+        fx_node.meta = {**meta, "val": value}
+        fx_node.meta.pop("tensor_meta", None)
+        self.sources[target] = fx_node
+        return fx_node
 
 
 def _type(value: Tensor) -> Type:

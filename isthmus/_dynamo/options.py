@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from isthmus import config
 from isthmus._settings import check, setting
 from isthmus.errors import ConfigError
 
@@ -50,23 +51,35 @@ class Options:
         "own, where hooks on saved tensors (`torch.autograd.graph.save_on_cpu`) are to see them.",
         choices=("together", "apart"),
     )
+    shapes: str = setting(
+        "config",
+        "What is compiled for sizes that change: a program per size, or programs for ranges of sizes, from the second "
+        "size of a graph on or at once; as `isthmus.config.shapes` says where it is left out.",
+        choices=("config", "exact", "auto", "ranges"),
+    )
     xla: dict[str, Any] = setting(  # noqa: RUF009
         {}, "Options for XLA's compiler, such as `{'xla_cpu_use_onednn': True}`.", kind="a dictionary"
     )
 
+    @property
+    def ranged(self) -> bool:
+        """Whether programs for ranges of sizes are made."""
+        return self._shapes != "exact"
 
-REMOVED = {
-    "shapes": "it had one value: a program is compiled for each set of sizes; leave it out",
-}
-"""Options of earlier versions, each with what to do instead."""
+    @property
+    def at_once(self) -> bool:
+        """Whether not even the first size is compiled exactly, where Dynamo says which sizes may change."""
+        return self._shapes == "ranges"
+
+    @property
+    def _shapes(self) -> str:
+        return config.shapes if self.shapes == "config" else self.shapes
 
 
 def parse(options: Mapping[str, Any] | None) -> Options:
     """Return the options of one call; raise ConfigError for a name or a value that there is not."""
     options = options or {}
     for name, value in options.items():
-        if name in REMOVED:
-            raise ConfigError(f'backend "isthmus" has no option {name!r} any more: {REMOVED[name]}')
         check(Options, name, value, unknown='backend "isthmus" has no option', assigned=f'options["{name}"]')
     return Options(**options)
 

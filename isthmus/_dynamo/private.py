@@ -1,6 +1,17 @@
 """Every private API of Dynamo that Isthmus uses, all of it optional as ``isthmus._upstream`` defines that.
 
-tests/device/test_private.py checks what each name does, tests/device/test_drift.py what happens without it.
+These make compiled functions faster or their reports better, and each says in its ``@optional`` what a torch without
+it loses:
+
+- ``write_short_calls``, ``spare_call``: the bytecode that Dynamo writes around a graph sets no marks for a profiler and
+  looks up no streams, microseconds at every call;
+- ``keep_optimizer_steps_on_device``: an optimizer's step counts do not cross to the CPU and back in every step;
+- ``graph_breaks``: where Dynamo gave up, for ``isthmus.explain``;
+- ``aot_autograd``, ``example_of``, ``takes_list``: how a backend is called.
+
+``backend.py`` calls them when the first function is compiled; those that replace a name of torch's are rows of the
+table of patches (``_device/torch_glue/patches.py``). tests/device/test_private.py checks what each name does,
+tests/device/test_drift.py what happens without it.
 """
 
 from __future__ import annotations
@@ -269,3 +280,23 @@ def without_modes() -> Any:
     from torch.utils._python_dispatch import _disable_current_modes
 
     return _disable_current_modes()
+
+
+@optional("torch._dynamo.mark_dynamic(max=...) chooses no padded size", lambda node: None)
+def example_of(node: torch.fx.Node) -> Any:
+    """Return the value that a placeholder of Dynamo's graph was called with; None where it is not known."""
+    argument = node.meta.get("grapharg")
+    return None if argument is None or not argument.is_tensor else argument.example
+
+
+@optional("programs for ranges of sizes begin with the third size of a compiled function", lambda: False)
+def compiles_again() -> bool:
+    """Return whether what Dynamo compiles is code that it has compiled before: it has another size, if any varies."""
+    now = torch._guards.CompileContext.current_compile_id()
+    return now is not None and bool(now.frame_compile_id)
+
+
+def takes_list(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Mark a compiled graph as one that takes the list of its arguments, which it may empty, as AOTAutograd asks."""
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call

@@ -1,7 +1,14 @@
 """Random ops of a graph: one (seed, offset) a call, and each op its own place after it.
 
 Without this a recomputed dropout would draw again in backward; so every random node takes the words that the
-call drew as an argument, and its number among the random nodes. The numbers are eager's for the same seed.
+call drew as an argument, and its number among the random nodes. The numbers are eager's for the same seed::
+
+    %u = aten.rand(...)       ->      %draw = draw();  %u = aten.rand#0(%draw, ...)
+    %v = aten.rand(...)               %v = aten.rand#1(%draw, ...)
+
+``key_random_nodes`` runs before torch's partitioner, which then sees no op that draws: the words of forward are an
+argument that backward can be given. Run node by node (``clusters.py``), a ``Keyed`` node replays its place of the draw
+(``generator.replaying``), so that the numbers do not depend on what was compiled.
 """
 
 from __future__ import annotations
@@ -36,6 +43,7 @@ class Draw:
 
     def words(self) -> np.ndarray[Any, Any]:
         """Return the next (seed, offset); as many offsets as the graph has random nodes are used up."""
+        # One draw for as many offsets: the next call begins after them.
         if self.device.type == "jax":
             return generator.draw(None, self.count)
         return generator.draw(torch.default_generator)
@@ -46,6 +54,7 @@ class Keyed:
 
     def __init__(self, op: OpOverload, index: int) -> None:
         self.op, self.index = op, index
+        # FX takes a target's names for its own, and wants no dots in them.
         self.__name__ = f"{op.__name__}_{index}".replace(".", "_")
         self.__module__ = __name__
 
@@ -74,13 +83,49 @@ def key_random_nodes(graph: Graph) -> None:
     if not nodes:
         return
     example = _first_tensor(nodes[0].meta.get("val"))
+    # Before the first node that computes: all keyed nodes read it.
     with graph.inserting_before(_first_call(graph)):
         draw = graph.call_function(Draw(len(nodes), example.device))
+    # Its fake value: torch's partitioner looks at what every node has.
     draw.meta["val"] = example.new_empty((4,), dtype=torch.uint32)
     for index, node in enumerate(nodes):
         assert isinstance(node.target, OpOverload)
         node.target = Keyed(node.target, index)
         node.args = (draw, *node.args)
+
+
+class Unseeded:
+    """The target of a node whose op may draw random numbers, and does not as it is called here."""
+
+    def __init__(self, op: OpOverload) -> None:
+        self.op = op
+        self.__name__ = op.__name__.replace(".", "_")
+        self.__module__ = __name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the op, for a graph that is run node by node."""
+        return self.op(*args, **kwargs)
+
+
+def unseeded(graph: Graph) -> None:
+    """Hide from torch's partitioner that an op may draw, where none is left that does: ``Keyed`` has the others.
+
+    Attention is tagged as random for its dropout, and is one op here only without. For a tagged op that backward
+    computes again (``torch.utils.checkpoint``) the partitioner saves and restores the generator, by ops that know
+    neither this device nor an offset per op.
+    """
+    for node in graph.nodes:
+        op = node.target
+        # Only ops that are lowered: others keep torch's own treatment.
+        if isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags and lowering_of(op):
+            node.target = Unseeded(op)
+
+
+def seeded_again(graph: Graph) -> None:
+    """Take back what ``unseeded`` did, in a graph made of another."""
+    for node in graph.nodes:
+        if isinstance(node.target, Unseeded):
+            node.target = node.target.op
 
 
 def _first_call(graph: Graph) -> Node:

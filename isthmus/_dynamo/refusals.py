@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from isthmus._caches import LruCache
 from isthmus._device.checks import cpu_refusals, scalar_checks
 from isthmus._device.core.inference import Warnings
 from isthmus._device.torch_glue.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from isthmus._dynamo.private import without_modes
 from isthmus._graph.nodes import Node as Value
-from isthmus._graph.private import OpOverload
+from isthmus._graph.private import OpOverload, storage_ids
 from isthmus._graph.schema import schema_of
 from isthmus._runtime.user_frames import warn_user
 
@@ -29,7 +30,7 @@ _LIMIT = 4096
 # How large a tensor of a factory is when the CPU is asked about it: whether it refuses depends on signs and dtypes, not
 # on the size.
 _SIDE, _ELEMENTS = 3, 1000
-_answers: dict[Any, tuple[Warnings, str | None]] = {}
+_answers: LruCache[Any, tuple[Warnings, str | None]] = LruCache("refusals of nodes", _LIMIT)
 
 
 class Refused(Exception):
@@ -38,17 +39,20 @@ class Refused(Exception):
 
 def check(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Raise ``Refused`` if the CPU refuses a call, and give its warnings; tensors are fake, or nodes of ``_graph``."""
-    given = schema_of(op).ordered(args, kwargs)
+    values = schema_of(op).ordered(args, kwargs)
     if op.namespace != "aten":
+        # The CPU may be asked only where running the op twice does nothing.
         return  # a library's op may do anything
-    if not all(map(_is_known, _sizes(given))):
+    if not all(map(_is_known, _sizes(values))):
         return  # sizes that depend on values: there is nothing to make a tensor of
-    if not any(isinstance(v, (Value, Tensor)) for v in _flat(given)):
-        if _is_large(op, given):
+    # Factories: nothing but numbers, which are made small before the CPU makes a tensor of them.
+    if not any(isinstance(v, (Value, Tensor)) for v in _flat(values)):
+        if _is_large(op, values):
             return
-        given = tuple([min(n, _SIDE) for n in map(_known, v)] if _is_ints(v) else v for v in given)
+        values = tuple([min(n, _SIDE) for n in map(_known, v)] if _is_ints(v) else v for v in values)
+    # AOTAutograd's modes would trace the question into the graph.
     with without_modes():
-        _check(op, tree_map(_blank, given))
+        _check(op, tree_map(_blank, values))
 
 
 def _is_ints(value: Any) -> bool:
@@ -66,15 +70,16 @@ def _is_large(op: OpOverload, values: Sequence[Any]) -> bool:
 def _check(op: OpOverload, values: tuple[Any, ...]) -> None:
     parts = [(v.shape, v.dtype) if isinstance(v, Tensor) else repr(v) for v in _flat(values)]
     key = (op, *parts)
-    if key not in _answers:
-        if len(_answers) >= _LIMIT:
-            _answers.clear()
-        given, error = cpu_refusals.refusal(op, values, _has_suspicious_number(op, values))
-        _answers[key] = given, None if error is None else f"{op}: {type(error).__name__}: {error}"
-    given, answer = _answers[key]
+    known = _answers.get(key)
+    if known is None:
+        # By shapes and dtypes: values are not known here.
+        heard, error = cpu_refusals.refusal(op, values, _has_suspicious_number(op, values))
+        known = _answers[key] = heard, None if error is None else f"{op}: {type(error).__name__}: {error}"
+    heard, answer = known
     if answer is not None:
         raise Refused(answer)
-    for category, text in given:
+    # At each trace, at the user's line, as the CPU warns at each call.
+    for category, text in heard:
         warn_user(category, text)
 
 
@@ -141,6 +146,7 @@ def _is_write(node: Node) -> bool:
     if node.kwargs.get("out") is not None:
         return True
     name = _name(node)
+    # The same tensor as two arguments of a write.
     shared = len({id(n) for n in node.all_input_nodes}) < len(_nodes(node))
     return name.endswith("_") and not name.endswith("__") and shared
 
@@ -163,10 +169,10 @@ def _nodes(node: Node) -> list[Node]:
 
 def _refused(node: Node) -> bool:
     """Return whether a node fails in the same words on zeros and on ones, small where its tensors are large."""
-    if not all(isinstance(given.meta.get("example_value"), Tensor) for given in _nodes(node)):
+    if not all(isinstance(source.meta.get("example_value"), Tensor) for source in _nodes(node)):
         return False
     leaves, spec = tree_flatten((node.args, node.kwargs))
-    blanks = {given: _blank(given.meta["example_value"]) for given in _nodes(node)}
+    blanks = {source: _blank(source.meta["example_value"]) for source in _nodes(node)}
     values = tuple(blanks[leaf] if isinstance(leaf, Node) else _known(leaf) for leaf in leaves)
 
     def call(made: Sequence[Any]) -> Any:
@@ -175,6 +181,7 @@ def _refused(node: Node) -> bool:
             return getattr(args[0], node.target)(*args[1:], **kwargs)
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
+    # On zeros and on ones: what is refused on both is refused for its sizes and dtypes.
     return cpu_refusals.refuses(call, values)
 
 
@@ -182,17 +189,30 @@ def writes_bytes_as_booleans(graph: Graph) -> bool:
     """Return whether a graph of Dynamo's views bytes as booleans or booleans as bytes, and may write through the view.
 
     AOTAutograd writes through a view by computing the viewed tensor anew, and XLA's booleans have no bytes but 0 and 1:
-    bytes beside those written would change. Bytes that are read back from the booleans would, too, and so would those
-    written to booleans through a view of another dtype. A graph that only reads is compiled; a node counts as a write
-    unless torch's naming says otherwise.
+    bytes beside those written would change. Bytes that are read back from the booleans would, too, here or by who gets
+    the view, and so would those written to booleans through a view of another dtype. A graph that only reads is
+    compiled; a node counts as a write unless torch's naming says otherwise.
     """
     views = [node for node in graph.nodes if _is_dtype_view(node)]
     to_booleans = any([_dtype_argument(node) is torch.bool for node in views])
     from_booleans = any([_dtype_argument(node) is not torch.bool and _takes_booleans(node) for node in views])
-    if to_booleans and from_booleans:
+    if to_booleans and (from_booleans or _returns_a_view(graph, views)):
         return True
     writes = [node for node in graph.nodes if not _is_pure(node)] if to_booleans or from_booleans else []
     return any([from_booleans or _takes_booleans(node) for node in writes])
+
+
+def _returns_a_view(graph: Graph, views: list[Node]) -> bool:
+    """Return whether a result shows memory that was made in the graph, by booleans that these views made of it."""
+    # A result that shows an argument's memory is made of the argument again, by AOTAutograd, and has its bytes.
+    arguments = {*_storages(graph.find_nodes(op="placeholder"))}
+    results = graph.output_node().all_input_nodes
+    return not ({*_storages(views)} - arguments).isdisjoint(_storages(results))
+
+
+def _storages(nodes: Iterable[Node]) -> list[int]:
+    examples = [node.meta.get("example_value") for node in nodes]
+    return storage_ids([example for example in examples if isinstance(example, Tensor)])
 
 
 def _is_dtype_view(node: Node) -> bool:
@@ -210,7 +230,7 @@ def _takes_booleans(node: Node) -> bool:
 
 def _dtypes(node: Node) -> list[torch.dtype | None]:
     """Return the dtypes of a node's inputs; None for an input that is no tensor or of which Dynamo has no example."""
-    examples = [given.meta.get("example_value") for given in node.all_input_nodes]
+    examples = [source.meta.get("example_value") for source in node.all_input_nodes]
     return [getattr(example, "dtype", None) for example in examples]
 
 

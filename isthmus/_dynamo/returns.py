@@ -1,13 +1,28 @@
-"""What a graph returns: arguments, views of them, new storages and views of those, aliased as eager aliases them."""
+"""What a graph returns: arguments, views of them, new storages and views of those, aliased as eager aliases them.
+
+A program returns new arrays; a compiled function returns what eager would: ``x.t()`` of an argument is a view of that
+very tensor, two halves of one result share memory. ``Returns`` decides once per specialization which new storages the
+program has to return (``stored``) and how each result is made of arguments and new tensors (``steps``)::
+
+    def f(x): y = x + 1; return y[0], y[1], x.t()
+    stored   [y]                                    one array
+    steps    view of new 0, view of new 0, view of argument 0
+
+What forward saves for backward is one tensor that holds all arrays (``saved_tensors.py``, ``_keep``).
+
+What can go wrong: an argument may be laid out otherwise than when torch traced the graph. A view of it is then computed
+and stored like a new result: its values are right, and it shares no memory with the argument.
+"""
 
 from __future__ import annotations
 
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
+import jax
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
@@ -21,7 +36,7 @@ from isthmus._dynamo.convert import Conversion
 from isthmus._dynamo.layout import root_of
 from isthmus._dynamo.saved_tensors import KEEP, Contents, Part, token
 from isthmus._graph import view_calls
-from isthmus._graph.layout import Spec, channels_last_strides, packed_strides
+from isthmus._graph.layout import Spec, channels_last_strides, packed_strides, storage_shape
 from isthmus._graph.nodes import Node
 from isthmus._runtime.compiler import platform
 from isthmus._runtime.dtypes import to_jax_dtype
@@ -42,17 +57,9 @@ _Wrap = Callable[[list[Any], list[Any]], Any]
 Shardings = Sequence[Any] | None
 
 
-@dataclass(frozen=True)
-class View:
-    """A layout on some storage; ``start`` is counted from where the viewed tensor starts."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    start: int
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """Return this view of a tensor's storage; ``restriding`` is in force."""
-        return restrided(tensor, self.size, self.stride, tensor.storage_offset() + self.start)
+def _viewed(tensor: Tensor, view: Spec) -> Tensor:
+    """Return a view of a tensor's storage, whose offset is counted from the tensor's; ``restriding`` is in force."""
+    return restrided(tensor, view.size, view.stride, tensor.storage_offset() + view.offset)
 
 
 class Returns:
@@ -72,6 +79,7 @@ class Returns:
         self.places = {fx: at for at, fx in enumerate(placeholders)}
         self.symbols, self.values = conversion.symbols, conversion.values
         # An argument may be laid out otherwise than torch foresaw; a view of it is then computed like anything else.
+        # Arguments whose strides are those of the trace.
         self.foreseen = {
             fx
             for fx, arg in zip(placeholders, args, strict=True)
@@ -93,15 +101,18 @@ class Returns:
         """Return how one result is made of the arguments and the new tensors."""
         if not isinstance(fx, FxNode):
             return lambda args, fresh: fx
+        # A constant result.
         if fx.target is KEEP:
             return self._keep(fx)
         if fx.target is torch.ops.aten.copy_.default:
+            # The argument that was written to is returned itself, not a copy of its new value.
             fx = fx.args[0]  # its new value is what the argument now holds
         value = self.values[fx]
         if fx in self.places:
             at = self.places[fx]
             return lambda args, fresh: args[at]
         if not isinstance(value, Node) or not isinstance(fx.meta.get("val"), Tensor):
+            # The same at every call of this specialization.
             # A size, a number: known since the arguments are.
             return lambda args, fresh: value
         root = root_of(fx)
@@ -109,17 +120,18 @@ class Returns:
         if root in self.foreseen and view is not None:
             at = self.places[root]
             self.has_views = True
-            return lambda args, fresh: view.of(args[at])
+            return lambda args, fresh: _viewed(args[at], view)
         # XLA's arrays have one dtype: a view of another one (``x.real``) shares memory with the views of its own dtype.
         base = root if view is not None else root_of(fx, of_dtype=True)
         part = self._view(fx, base)
+        # An argument is no new storage, so the view itself is stored.
         if part is None or base in self.places:
             base = fx
         index = self._store(base)
         if base is fx or part is None:
             return lambda args, fresh: fresh[index]
         self.has_views = True
-        return lambda args, fresh: part.of(fresh[index])
+        return lambda args, fresh: _viewed(fresh[index], part)
 
     def _size(self, fx: FxNode) -> tuple[int, ...]:
         size: tuple[int, ...] = self.values[fx].type.size
@@ -135,14 +147,15 @@ class Returns:
             root = root_of(each)
             spec = Spec.of(each.meta["val"])
             pieces = [self._size(n) for n in saved if root_of(n) is root]
+            # One array may be cheaper than its views: several slices of a large one are saved each on its own.
             if view is None or _fits(self._size(root), pieces):
-                root, start = each, 0
+                root = each
                 like = channels_last_strides(spec.size) if _is_image(each) else spec.stride
                 specs[root] = spec = Spec(spec.size, packed_strides(spec.size, like), spec.dtype)
             else:
-                start = view.start
+                spec = replace(spec, offset=view.offset)
                 specs[root] = self.symbols.root_spec(root, self._size(root))
-            parts.append(Part([*specs].index(root), spec, start))
+            parts.append(Part([*specs].index(root), spec))
         arrays = tuple(self._stored(root, spec) for root, spec in specs.items())
         index = len(self.stored)
         self.roots.append(fx)
@@ -162,19 +175,21 @@ class Returns:
     def _stored(self, root: FxNode, spec: Spec) -> Node:
         return view_calls.chained(view_calls.store(spec), self.values[root])
 
-    def _view(self, fx: FxNode, root: FxNode) -> View | None:
-        """Return ``fx`` as a view of ``root``, or None where it must be stored on its own."""
+    def _view(self, fx: FxNode, root: FxNode) -> Spec | None:
+        """Return ``fx`` as a view of ``root``, its offset counted from the root's, or None where it must be stored."""
         mine, its = fx.meta["val"], root.meta["val"]
         if mine.dtype != its.dtype or mine.is_conj() or mine.is_neg():
             return None
         spec, whole = self.symbols.spec(fx, self._size(fx)), self.symbols.spec(root, self._size(root))
+        # The root is stored without gaps, so strides of a view with gaps do not fit it.
         if root not in self.places and whole != self.symbols.root_spec(root, self._size(root)):
             return None
         start = self.symbols(mine.storage_offset()) - self.symbols(its.storage_offset())
-        return View(spec.size, spec.stride, start)
+        return replace(spec, offset=start)
 
     def makers(self, shardings: Shardings) -> list[Callable[[Any], Tensor]] | None:
-        """Return what makes each result of one array, or None where some result is another thing."""
+        """Return the makers of results, each of one array, or None where some result is another thing."""
+        # Then each result is a new storage as it is, and the fast path needs no steps.
         same = not self.single and self.nodes == self.roots
         return self._makers(shardings) if same else None
 
@@ -190,11 +205,18 @@ class Returns:
         """
         makers = self._makers(shardings)
         steps, has_views = self.steps, self.has_views
+        foreign = any(isinstance(make, _Departure) for make in makers)
 
         def wrap(args: list[Any], outputs: Sequence[Any]) -> Any:
-            fresh = [make(output) for make, output in zip(makers, outputs, strict=False)]
+            if foreign:
+                depart = dlpack.Departures()
+                pairs = zip(makers, outputs, strict=False)
+                fresh = [m.by(depart, o) if isinstance(m, _Departure) else m(o) for m, o in pairs]
+            else:
+                fresh = [make(output) for make, output in zip(makers, outputs, strict=False)]
             if not has_views:
                 return [step(args, fresh) for step in steps]
+            # One switch of torch's dispatch for all views of a call.
             with restriding():
                 return [step(args, fresh) for step in steps]
 
@@ -218,6 +240,7 @@ def _is_image(fx: FxNode) -> bool:
 
 def _fits(whole: tuple[int, ...], parts: Sequence[tuple[int, ...]]) -> bool:
     """Return whether parts of an array take no more memory than the whole: backward then need not slice it."""
+    # Half of a tensor is saved as that half; all of its parts together as the whole.
     return sum(map(math.prod, parts)) <= math.prod(whole)
 
 
@@ -228,4 +251,24 @@ def _maker(spec: Spec | Contents, device: torch.device, sharding: Any) -> Callab
     if device.type == "jax":
         load()  # a graph may make the first tensor on the device, and no kernel runs
         return maker(spec, False, sharding)
-    return lambda array: dlpack.depart(array, spec.size, spec.stride, device)
+    return _Departure(spec, device)
+
+
+class _Departure:
+    """What makes a result on another device than "jax"."""
+
+    def __init__(self, spec: Spec, device: torch.device) -> None:
+        self.spec, self.device = spec, device
+        self.shape = storage_shape(spec.size, spec.stride)
+
+    def __call__(self, array: jax.Array) -> Tensor:
+        """Return the result that an array holds."""
+        return self.by(dlpack.Departures(), array)
+
+    def by(self, depart: dlpack.Departures, array: jax.Array) -> Tensor:
+        """Return it as one of several."""
+        tensor = depart(array, self.spec.size, self.spec.stride, self.device)
+        # As it would arrive again: a storage of its own, of the same shape and dtype.
+        if self.device.type == "cuda" and array.shape == self.shape and array.dtype != bool:
+            dlpack.remember(tensor, array)
+        return tensor

@@ -2,6 +2,11 @@
 
 ``Program.__call__`` finds the ``Run`` for its arguments and calls it with them and with the sources of its inputs;
 ``_program/runner.py`` runs the program. A run that writes and checks nothing is a call and ``Returns.wrapper``.
+
+Written arguments that the program keeps as state (an optimizer's moments) have no result: their arrays stay with the
+program (``resident_state.py``). Other written arguments of the device take their results by assignment; those of the
+CPU or of CUDA are copied back, all of one kind in one call. In both cases autograd's version counters are moved on,
+so that a backward that saved the old value notices.
 """
 
 from __future__ import annotations
@@ -30,11 +35,13 @@ class Run:
         self.auto = value_checks.auto()
         self.state = [index for index, _ in one.state]
         self.others = [at for at in range(len(one.inputs)) if at not in self.state]
+        # Targets whose array stays with the program: they take no result.
         self.kept = [at for at in one.targets if one.index(at) in self.state]
         self.targets = [at for at in one.targets if at not in self.kept]
         self.wrap = one.returns.wrapper(self.shardings)
         slots = zip(one.local, one.slots, strict=True)
         tensors = [here for here, slot in slots if isinstance(slot, (TensorSlot, SavedSlot))]
+        # Any source that is no buffer makes the call take the longer way.
         self.foreign, self.checked = not all(tensors), bool(self.program.checks.errors)
         # torch's stream waits for what leaves the program; what forward saves does not leave it.
         leaves = bool(self.targets) or any(not isinstance(spec, Contents) for spec in one.returns.specs)
@@ -63,14 +70,18 @@ class Run:
             args.clear()
             return result
         residence = None
+        # By identity: the state belongs to these buffers, and another model has its own in the same program.
         if self.state:
+            # Identities are safe as keys: a residence that lost a buffer is dead, and is replaced.
             key = tuple([id(sources[at]) for at in self.state])
             residence = self.residences.find(key, sources.__getitem__)
             sources = [sources[at] for at in self.others]
 
         def bind(results: Sequence[Any]) -> None:
+            # torch has to see the write, or a backward that saved the old value would go through unnoticed.
             if self.kept and not args[self.kept[0]].is_inference():
                 torch.autograd.graph.increment_version([args[at] for at in self.kept])
+            # Memory of torch's is shared: torch may write to it as soon as this call returns.
             if self.waits:
                 jax.block_until_ready(results)
             if self.targets:
@@ -78,6 +89,7 @@ class Run:
 
         program = self.program
         outputs = runner.run(program, sources, bind, residence=residence)
+        # State comes first, then written arguments, then what is returned.
         result = self.wrap(args, outputs[len(program.packing) + len(self.targets) :])
         args.clear()
         program.report(outputs, auto=self.auto)
@@ -96,6 +108,7 @@ def _rebinder(one: Specialization, places: list[int]) -> Callable[[list[Any], Se
             torch.autograd.graph.increment_version(targets)
 
     def copy_back(args: list[Any], outputs: Sequence[Any]) -> None:
+        depart = dlpack.Departures()
         foreign: dict[tuple[torch.device, torch.dtype], tuple[list[Any], list[Any]]] = {}
         for at, slot, value in zip(places, slots, outputs, strict=False):
             target = args[at]
@@ -103,7 +116,7 @@ def _rebinder(one: Specialization, places: list[int]) -> Callable[[list[Any], Se
                 buffer_of(target).bind(value)
                 torch.autograd.graph.increment_version(target)
                 continue
-            new = dlpack.depart(value, slot.spec.size, slot.spec.stride, target.device)
+            new = depart(value, slot.spec.size, slot.spec.stride, target.device)
             targets, values = foreign.setdefault((target.device, target.dtype), ([], []))
             targets.append(target)
             values.append(new)

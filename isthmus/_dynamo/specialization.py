@@ -63,10 +63,12 @@ class Specialization:
         storages = [storage_id(args[at]) if self.local[at] else (at,) for at in program.targets]
         self.groups = [storages.index(storage) for storage in storages]
         self.order = list(dict.fromkeys(self.groups))
+        # Memory of torch's (a CPU or CUDA tensor that is written to) is not ours to donate, and a tracer has none.
         here = all(self.local[at] for at in program.targets)
         traced = any(isinstance(source, Buffer) and source.signature.traced for source in sources)
         self.donates = here and program.options.donate == "auto" and not traced
         self.arrays, self.inputs, self.shardings = _leaves(sources)
+        # Nodes of this graph may hold constants and sub-graphs, which the table of all nodes would keep alive.
         with temporary():
             self.graph, self.returns, self.results, self.origins = self._convert(args)
             self.stages = self._cut()
@@ -76,6 +78,7 @@ class Specialization:
             for group, target in enumerate(self.targets)
             if not self.stages
             and self.donates
+            # Two targets on one storage are two tensors that may be read between runs.
             and self.groups.count(self.order[group]) == 1
             and not args[target].requires_grad
         ]
@@ -83,6 +86,7 @@ class Specialization:
     @property
     def targets(self) -> list[int]:
         """The first argument of each storage that is written to."""
+        # Of several targets on one storage the first; ``groups`` has the numbers of these.
         return [self.program.targets[group] for group in self.order]
 
     def index(self, at: int) -> int:
@@ -119,6 +123,7 @@ class Specialization:
             places = tuple(range(len(outputs), len(outputs) + len(nodes)))
             outputs += nodes
             results.append(places if isinstance(stored, tuple) else places[0])
+        # Effects are outputs that nothing returns, so that they are computed.
         graph = optimise(Graph.of([*outputs, *conversion.effects]), "compile")
         return graph, returns, results, conversion.origins
 
@@ -134,10 +139,8 @@ class Specialization:
         if isinstance(slot, SavedSlot):
             places = self.inputs[slot.index]
             assert isinstance(places, tuple)
-            return [
-                view_calls.read_node(self._leaf(places[part.index]), part.spec, start=part.start)
-                for part in slot.parts
-            ]
+            # Each residual is read from its array by its own view.
+            return [view_calls.read_node(self._leaf(places[part.index]), part.spec) for part in slot.parts]
         assert isinstance(slot, Static)
         return slot.value
 
@@ -148,6 +151,7 @@ class Specialization:
             slot = self.slots[at]
             assert isinstance(slot, TensorSlot)
             storage = self._storage(slot)
+            # The second target on a storage is written into what the first has made of it.
             old = values.get(group, storage.node)
             new = written[self.program.placeholders[at]]
             values[group] = view_calls.write_node(old, slot.spec, new, storage.offset)
@@ -175,12 +179,14 @@ class Specialization:
         program = self.program
         if placement.home is not None:
             return []  # XLA is to see the whole graph, to choose how values between its parts are split
+        # Weights and whatever depends on them alone.
         if program.parameters:
             parameters = {at for place in program.parameters for at in self._sources(place)}
             return cut("freeze", "compile", self.graph, lambda graph: freeze(graph, parameters, VIEWS))
         # A graph in stages keeps no state and donates nothing. On other platforms a call costs more than it saves.
         if program.options.blocks == "fuse" or program.targets or compiler.platform() != "cpu":
             return []
+        # In the order of FX: a graph's own order mixes the layers of a backward.
         order = {fx: at for at, fx in enumerate(program.module.graph.nodes)}
         graph = in_order(self.graph, {n: order[fx] for n, fx in self.origins.items()})
         return cut("repeated_blocks", "compile", graph, repeated_blocks)
@@ -196,14 +202,17 @@ class Specialization:
 
     def compile(self) -> staged.Program:
         """Return the program; raise ``NodeFailure`` for a node that has no lowering for these arguments."""
+        # State stays with the program between runs: its storages are no slots and its new values no results.
         kept = {group for _, group in self.state}
         state = {index for index, _ in self.state}
         written = [group for group in range(len(self.order)) if group not in kept]
         slots = [places for at, places in enumerate(self.inputs) if at not in state]
+        # Memory of arguments that are written and are no state.
         rewritten = {self.index(self.targets[group]) for group in written} if self.donates else set()
         results = [*written, *self.results]
         program = partial(
             CompiledProgram,
+            # JAX may transform torch code that calls a compiled function.
             differentiable=True,
             options=self.program.options.xla,
             title=f"{self.program.name} ({len(self.program.module.graph.nodes):,} nodes)",
@@ -227,6 +236,7 @@ class Specialization:
                 lines=self._lines(),
             )
         except CallFailure as failure:
+            # A node that passes have made has no FX node: the error itself says more.
             if failure.node not in self.origins:
                 raise
             raise NodeFailure(self.origins[failure.node], failure.cause) from failure.cause
@@ -253,6 +263,7 @@ def _leaves(
     """Return the type of every array leaf, the leaf, or the leaves, of each source, and how leaves are split."""
     types: dict[int, Type] = {}
     shardings: dict[int, placement.Sharding] = {}
+    # Leaves beyond the sources: the arrays inside of tokens.
     places: list[Places] = []
     following = len(sources)
     for at, source in enumerate(sources):

@@ -15,6 +15,7 @@ from isthmus._ops.tensors.views import VIEWS
 from isthmus.errors import IsthmusError
 
 _aten = torch.ops.aten
+# torch's keys for ops that are composed of others below autograd.
 _COMPOSITE = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
 # Their sizes, numbers or draws are not those of the program.
 _NOT_COMPOSED = {
@@ -45,13 +46,14 @@ class NodeFailure(IsthmusError):
 
 
 def _copies() -> dict[Any, OpOverload]:
-    found: dict[Any, OpOverload] = {}
+    copies: dict[Any, OpOverload] = {}
     for op in VIEWS:
         packet = getattr(_aten, f"{schema_of(op).name.partition('::')[2]}_copy", None)
         copy = getattr(packet, schema_of(op).overload or "default", None)
+        # Where the name with ``_copy`` is a view of its own here, it stays one.
         if copy is not None and copy not in VIEWS:
-            found[copy] = op
-    return found
+            copies[copy] = op
+    return copies
 
 
 COPIES = _copies()

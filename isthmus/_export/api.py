@@ -27,7 +27,7 @@ def export(
     *,
     dynamic_shapes: Any = None,
     platforms: Sequence[str] | None = None,
-    precompile: bool = False,
+    precompile: bool | Mapping[str, Sequence[int]] = False,
     path: str | Path | None = None,
 ) -> Artifact:
     """Return a model as a StableHLO program with its weights, which runs without torch.
@@ -38,7 +38,8 @@ def export(
         kwargs: inputs by name.
         dynamic_shapes: in torch's notation, or with names such as ``{"x": {0: "batch"}}``.
         platforms: where the program may run: any of ``cpu``, ``cuda``, ``rocm``, ``tpu``; by default the one at hand.
-        precompile: whether to add an executable for this device and the sizes of the example.
+        precompile: whether to add an executable for this device and the sizes of the example; or padded sizes for each
+            dynamic dim, such as ``{"length": [16, 64]}``, of which an executable each serves all sizes up to it.
         path: where to write it as well: a folder, or one file if the path ends in ``.isthmus``.
 
     Returns:
@@ -57,7 +58,9 @@ def export(
         program = trace.program_of(model, args, kwargs, shapes)
     traced = trace.trace(program, shapes, platforms)
     exported = artifact(traced, getattr(model, "__name__", type(model).__name__))
-    if precompile:
+    if isinstance(precompile, Mapping):
+        exported.precompile_buckets(precompile)
+    elif precompile:
         exported.precompile(*_tensors(args), **_tensors(kwargs or {}))
     if path is not None:
         exported.save(path)

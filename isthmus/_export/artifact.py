@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,11 +25,13 @@ import torch
 from jax import export
 
 from isthmus._device.core.host_tensors import cpu_from_array
-from isthmus._export import container, executables, loader, signature_trees
+from isthmus._export import container, executables, loader, padded, signature_trees
+from isthmus._export.meshes import mesh_for
 from isthmus._export.trace import Traced
 from isthmus._graph.graph import Graph
 from isthmus._interop.arrays import to_jax
-from isthmus._runtime.compiler import scoped_x64
+from isthmus._runtime import placement
+from isthmus._runtime.compiler import portable, scoped_x64
 from isthmus._runtime.dtypes import to_torch_dtype
 from isthmus._runtime.private import forgetting_callers, without_locations
 from isthmus.errors import ExportError
@@ -53,6 +55,10 @@ class Artifact:
     spec: dict[str, Any]
     graph: Graph
     """What is computed, as it was given to JAX: ``print`` shows it; it is not written to files."""
+    function: Callable[..., Any]
+    """The program as JAX traces it: of the weights and the inputs."""
+    dims: dict[str, Any]
+    """Its dynamic dims by name."""
     executables: dict[str, bytes] = field(default_factory=dict)
 
     @property
@@ -68,13 +74,19 @@ class Artifact:
 
     def program(self) -> loader.Program:
         """Return the program as a function of arrays."""
-        return loader.Program(self.spec, self.exported.mlir_module_serialized, self.weights)
+        mesh = mesh_for(self.spec)
+        return loader.Program(self.spec, self.exported.mlir_module_serialized, self.weights, mesh)
 
     def precompile(self, *args: Any, **kwargs: Any) -> None:
         """Add an executable for this device and inputs of these sizes.
 
         It is used where it fits and where ``isthmus.load`` is called with ``executables=True``.
         """
+        if "mesh" in self.spec:
+            raise ExportError(
+                "isthmus.export: executables are for one device, and this program is for a mesh\n"
+                "  to go on     export it without precompile: it is compiled when it is called first"
+            )
         program = self.program()
         inputs = program.accept(to_jax(args), to_jax(kwargs))
         with scoped_x64(), forgetting_callers():  # else the executable would name the callers' files
@@ -83,6 +95,28 @@ class Artifact:
         known = [each for each in self.spec["executables"] if each != about]
         self.spec["executables"] = [*known, about]
         self.executables[about["file"]] = content
+
+    def precompile_buckets(self, buckets: Mapping[str, Sequence[int]]) -> None:
+        """Add executables for this device that serve every size up to those of ``buckets``, on padded arrays.
+
+        Arguments:
+            buckets: padded sizes for each dynamic dim, such as ``{"batch": [8], "length": [16, 64]}``.
+
+        They are used where they fit and where ``isthmus.load`` is called with ``executables=True``. Sizes larger than
+        all buckets are compiled exactly. ``isthmus.errors.ExportError`` is raised for a program without padding rules.
+        """
+        if "mesh" in self.spec:
+            raise ExportError(
+                "isthmus.export: executables are for one device, and this program is for a mesh"
+            )
+        with scoped_x64(), portable():
+            for compiled, about in padded.compiled(
+                self.function, self.exported, self.dims, buckets, self.spec["constraints"]
+            ):
+                entry, content = executables.packed_bucket(compiled, about)
+                known = [each for each in self.spec["buckets"] if each != entry]
+                self.spec["buckets"] = [*known, entry]
+                self.executables[entry["file"]] = content
 
     def save(self, path: str | Path) -> None:
         """Write a folder, or one file if the path ends in ``.isthmus``; a program that is there already is replaced.
@@ -122,6 +156,9 @@ def artifact(traced: Traced, name: str) -> Artifact:
     bytecode = without_locations(traced.exported.mlir_module_serialized)
     exported = dataclasses.replace(traced.exported, mlir_module_serialized=bytecode)
     args, _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
+    # Arrays never change, so training the model further does not change the artifact.
+    weights = to_jax(traced.weights)
+    mesh = placement.home.mesh if placement.home is not None and exported.nr_devices > 1 else None
     spec = {
         "format": container.FORMAT,
         "name": name,
@@ -137,13 +174,25 @@ def artifact(traced: Traced, name: str) -> Artifact:
         "fixed": traced.fixed,
         "results": traced.results,
         "conditions": traced.conditions,
-        "weights": {key: signature_trees.array(value) for key, value in args[0].items()},
+        "weights": {
+            key: {**signature_trees.array(value), **({} if mesh is None else _split(weights[key]))}
+            for key, value in args[0].items()
+        },
         "kinds": traced.kinds,
         "tied": traced.tied,
         "executables": [],
+        "buckets": [],
     }
-    # Arrays never change, so training the model further does not change the artifact.
-    return Artifact(exported, to_jax(traced.weights), spec, traced.graph)
+    if mesh is not None:
+        spec["mesh"] = dict(mesh.shape)
+    return Artifact(exported, weights, spec, traced.graph, traced.function, traced.dims)
+
+
+def _split(array: jax.Array) -> dict[str, Any]:
+    """Return the entry of a weight that says which axes of the mesh split each dim."""
+    sharding = placement.sharding_of(array)
+    parts = [] if sharding is None else [(part,) if isinstance(part, str) else part for part in sharding.spec]
+    return {"sharding": [list(part or ()) for part in parts]}
 
 
 def _stored(weights: Mapping[str, jax.Array]) -> bytes:

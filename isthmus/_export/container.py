@@ -33,6 +33,7 @@ import numpy as np
 from jax import export
 
 from isthmus._export import loader
+from isthmus._export.meshes import mesh_for
 from isthmus._runtime import files
 from isthmus._runtime.private import entry_type, entry_type_if_known
 from isthmus.errors import DamagedFile, ExportError, IsthmusError
@@ -94,10 +95,10 @@ def read(path: Path, *, executables: bool = False) -> loader.Program:
         raise DamagedFile(path, _WEIGHTS, _reason(error), _REMEDY) from error
     try:
         _check_names(spec)
-        program = loader.Program(spec, contents[_PROGRAM], weights)
+        program = loader.Program(spec, contents[_PROGRAM], weights, mesh_for(spec))
         _check_types(program)
         return program
-    except (OSError, MemoryError, jax.errors.JaxRuntimeError):
+    except (OSError, MemoryError, jax.errors.JaxRuntimeError, ExportError):
         raise  # not the file's fault: such as a device without memory
     except Exception as error:  # MLIR's are of no common type
         raise DamagedFile(path, _SIGNATURE, _reason(error), _REMEDY) from error
@@ -113,10 +114,15 @@ def _contents(path: Path, executables: bool) -> tuple[dict[str, Any], dict[str, 
     with _Stored(path) as stored:
         spec = stored.signature()
         try:
-            more = [each["file"] for each in spec["executables"]] if executables else []
+            more = [each["file"] for each in _executables(spec)] if executables else []
         except _MALFORMED as error:
             raise DamagedFile(path, _SIGNATURE, _reason(error), _REMEDY) from error
         return spec, {name: stored.part(name, spec) for name in (_WEIGHTS, _PROGRAM, *more)}
+
+
+def _executables(spec: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the entries of all executables; older programs have none for buckets."""
+    return [*spec["executables"], *spec.get("buckets", [])]
 
 
 class _Stored:

@@ -43,6 +43,7 @@ class Dims(Symbols):
         self.constraints = [
             line for symbol, name in names.items() for line in _bounds(name, ranges.get(symbol))
         ]
+        # One scope: JAX does not compare dimensions of different scopes.
         scope = export.SymbolicScope(self.constraints)
         self.values: dict[Any, Dimension] = {
             symbol: export.symbolic_shape(name, scope=scope)[0] for symbol, name in names.items()
@@ -58,6 +59,7 @@ class Dims(Symbols):
             return self.values[expression]
         if expression.is_Integer:
             return int(expression)
+        # By the names of sympy's classes, and of torch's own in ``torch.utils._sympy``, which is private.
         function = _FUNCTIONS.get(type(expression).__name__)
         if function is None:
             raise ExportError(f"the size {expression} is not known before the program runs")
@@ -76,6 +78,7 @@ def _bounds(name: str, bounds: Any) -> Iterator[str]:
         return
     if bounds.lower > 1:
         yield f"{name} >= {int(bounds.lower)}"
+    # torch's "no bound" is an infinity, which is no integer.
     if bounds.upper.is_Integer:
         yield f"{name} <= {int(bounds.upper)}"
 
@@ -113,6 +116,7 @@ def find(inputs: Mapping[str, Any], dynamic_shapes: Any, ranges: Mapping[Any, An
     for label, node in _leaves(inputs, ""):
         for dim, size in enumerate(node.meta["val"].shape):
             for symbol in _symbols(size):
+                # A symbol that the user has not named is called by the first dim that has it, as ``ids_1``.
                 names.setdefault(symbol, chosen.get(symbol) or re.sub(r"\W+", "_", f"{label}_{dim}"))
     return Dims(names, ranges)
 

@@ -5,6 +5,7 @@ In Python ``load("out/")(x, mask=mask)``, in a shell ``python out/run.py x=x.npy
 import dataclasses
 import hashlib
 import json
+import math
 import pathlib
 import sys
 import zipfile
@@ -39,16 +40,18 @@ def read(path: Any, name: str, spec: Any = None) -> bytes:
 class Program:
     """An exported program and its weights; one that has state replaces those that change."""
 
-    def __init__(self, spec: dict[str, Any], bytecode: bytes, weights: dict[str, Any]) -> None:
+    def __init__(self, spec: dict[str, Any], bytecode: bytes, weights: Any, mesh: Any = None) -> None:
         self.spec, scope = spec, export.SymbolicScope(spec["constraints"])
         trees = {"dict": spec["weights"]}, {"dict": spec["inputs"]}, spec["results"]
         *leaves, results = (plain(tree, scope) for tree in trees)
+        places = shardings(spec, mesh)
+        leaves[0] = {name: leaf.update(sharding=places[name]) for name, leaf in leaves[0].items()}
         zeros = jax.custom_vjp(lambda weights, inputs: jax.tree.map(jax.numpy.zeros_like, results))
         zeros.defvjp(zeros, zeros)  # not a valid rule: asking for a gradient raises instead of giving zeros
         with jax.enable_x64(True):  # JAX exports a stub with this signature, whose bytecode is then replaced
             stub = export.export(jax.jit(zeros, keep_unused=True), platforms=spec["platforms"])(*leaves)
             self.exported = dataclasses.replace(stub, mlir_module_serialized=bytecode, fun_name=spec["name"])
-            self.stub, self.inputs, self.weights = stub, leaves[1], jax.device_put(weights)
+            self.stub, self.inputs, self.weights = stub, leaves[1], jax.device_put(weights, places)
             self.run = jax.jit(self.exported.call)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -92,6 +95,21 @@ def plain(tree: Any, scope: Any) -> Any:
         return {name: plain(part, scope) for name, part in tree["dict"].items()}
     shape = export.symbolic_shape(", ".join(map(str, tree["shape"])), scope=scope)
     return jax.ShapeDtypeStruct(shape, np.dtype(tree["dtype"]))
+
+
+def shardings(spec: dict[str, Any], mesh: Any) -> dict[str, Any]:
+    """Return how each weight lies on the mesh that a program of split weights needs; for other programs, None."""
+    if "mesh" not in spec:
+        return dict.fromkeys(spec["weights"])
+    axes, devices = spec["mesh"], jax.devices()
+    count = math.prod(axes.values())
+    if len(devices) < count:
+        raise ValueError(
+            f"the program is split over {count} devices, {axes}, and JAX has {len(devices)} here"
+        )
+    mesh = mesh or jax.sharding.Mesh(np.array(devices[:count]).reshape([*axes.values()]), [*axes])
+    specs = {name: jax.P(*map(tuple, leaf["sharding"])) for name, leaf in spec["weights"].items()}
+    return {name: jax.NamedSharding(mesh, spec) for name, spec in specs.items()}
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ def _place(root: nn.Module, name: str, tensor: Tensor, kind: str) -> tuple[nn.Mo
     if name.split(".")[0] == "program":
         raise ExportError(f'isthmus.load: the model has a {name}, and "program" is the loaded module\'s own')
     for part in path:
-        if part not in root._modules:
+        if part not in dict(root.named_children()):
             root.add_module(part, nn.Module())
         root = root.get_submodule(part)
     if kind == "parameter":

@@ -39,7 +39,7 @@ def _names(spec: TreeSpec) -> list[str] | None:
         return None
     if not all(isinstance(name, str) for name in names):
         raise ExportError(
-            f"isthmus.export: a dict with keys {names} cannot be told in a signature: use names"
+            f"isthmus.export: a dict with keys {names} cannot be written in a signature: use names"
         )
     return list(names)
 

@@ -4,7 +4,15 @@ The functional FX graph that torch.export gives becomes a ``Graph`` as those of 
 (``_dynamo/convert.py``), with JAX's dimensions for sizes that are dynamic (``dims.py``), goes through the passes of
 mode ``export`` and is run on tracers by the one evaluator (``_program/evaluate.py``). The function that JAX exports
 takes the weights and the inputs by name, and returns the outputs, the state that changes and the code of the value
-checks: 0, or the number of the first that failed; None where the program has no checks.
+checks: 0, or the number of the first that failed; None where the program has no checks::
+
+    trace(program_of(model, (ids,), None, {"ids": {1: Dim("length")}}), ...)
+    Traced(inputs=["ids"], weights={"embed.weight": ...}, dims={"length": ...}, conditions=[("IndexError", "...")], ...)
+
+``api.py`` calls ``program_of`` and ``trace``; ``artifact.py`` writes what they return.
+
+What can go wrong: torch's decompositions may take apart an op that is lowered whole, so the table leaves such ops out
+(``_table``); a size that JAX cannot compare is an ``ExportError`` that names the op and the dims.
 """
 
 from __future__ import annotations
@@ -19,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import torch
 from jax import export
+from jax.sharding import NamedSharding
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
@@ -34,9 +43,11 @@ from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import Leaf, Node, Type, leaf, temporary
 from isthmus._graph.passes import optimise
 from isthmus._graph.private import storage_id
+from isthmus._interop.arrays import to_jax
 from isthmus._ops.registry import lowering_of
 from isthmus._ops.tensors.views import VIEWS
 from isthmus._program import evaluate
+from isthmus._runtime import placement
 from isthmus._runtime.compiler import portable, scoped_x64
 from isthmus._runtime.dtypes import to_jax_dtype
 from isthmus._runtime.traced_results import separated
@@ -60,6 +71,8 @@ class Traced:
     kinds: dict[str, str]
     conditions: list[tuple[str, str]]
     constraints: list[str]
+    function: Callable[..., Any]
+    dims: dict[str, Any]
 
 
 class _Function(nn.Module):
@@ -98,12 +111,13 @@ def _apart(examples: Any) -> Any:
 @functools.cache
 def _table() -> dict[Any, Callable[..., Any]]:
     """Return the decompositions of ops that nothing here lowers whole, composite ones included."""
-    found = {
+    composites = {
         op: function
         for op, function in torch.export.default_decompositions().items()
+        # What is lowered whole stays whole: torch's decomposition of it is slower and rounds otherwise.
         if lowering_of(op) is None and op not in VIEWS and not has_rule(op)
     }
-    return {**found, **decompositions.table()}
+    return {**composites, **decompositions.table()}
 
 
 def trace(program: ExportedProgram, dynamic_shapes: Any, platforms: Sequence[str] | None) -> Traced:
@@ -136,8 +150,12 @@ class _Trace:
             with scoped_x64(), portable(), temporary():
                 conversion, graph = self._converted()
                 arrays_of, extras = separated(functools.partial(self._compute, conversion, graph))
+                # A weight that the program does not read is still an argument: callers pass the whole state dict.
                 jitted = jax.jit(arrays_of, keep_unused=True)
-                weights = {name: self._abstract(tensor) for name, tensor in self.weights.items()}
+                shardings = self._shardings()
+                weights = {
+                    name: self._abstract(tensor, shardings.get(name)) for name, tensor in self.weights.items()
+                }
                 inputs = jax.tree.map(lambda fx: self._abstract(fx.meta["val"]), self.inputs)
                 exported = export.export(jitted, platforms=platforms)(weights, inputs)
         except NodeFailure as failure:
@@ -159,6 +177,8 @@ class _Trace:
             self.kinds,
             conditions,
             self.dims.constraints,
+            arrays_of,
+            {str(dim): dim for dim in self.dims.values.values()},
         )
 
     def _converted(self) -> tuple[Conversion, Graph]:
@@ -175,6 +195,7 @@ class _Trace:
         self, conversion: Conversion, graph: Graph, weights: dict[str, Any], inputs: dict[str, Any]
     ) -> tuple[Any, tuple[Any, list[tuple[str, str]]]]:
         """Return the outputs, the weights that change and the code of the checks; then their signature, and errors."""
+        # By name: JAX sorts the keys of a dict, and leaves are numbered in the order of the model.
         arrays = [*[weights[name] for name in self.weights], *jax.tree.leaves(inputs)]
         try:
             values = [arrays[n.call.index] for n in graph.inputs if isinstance(n.call, Leaf)]
@@ -187,6 +208,7 @@ class _Trace:
         computed = iter(run.outputs)
         outputs, state = [], {}
         for spec, result in zip(self.signature.output_specs, conversion.results, strict=True):
+            # An output that is no node was known before anything ran: a number, a size or None.
             value = next(computed) if isinstance(result, Node) else result
             if spec.kind is OutputKind.USER_OUTPUT:
                 outputs.append(_output(value))
@@ -194,7 +216,7 @@ class _Trace:
                 state[self.tied.get(spec.target or "", spec.target)] = value
         tree = signature_trees.build(self.program.call_spec.out_spec, iter(outputs))
         errors = [(error.__name__, message) for error, message in run.checks.errors]
-        code = run.checks.first_failed(jnp.zeros((), jnp.int32)) if errors else None
+        code = run.checks.first_failed() if errors else None
         # Described here, since JAX forgets the order of a dict.
         described = signature_trees.describe((tree, state, code), signature_trees.array)
         return (tree, state, code), (described, errors)
@@ -207,28 +229,38 @@ class _Trace:
     def _type(self, value: Tensor) -> Type:
         return Type(tuple(self.dims(size) for size in value.shape), value.dtype)
 
-    def _abstract(self, value: Tensor) -> jax.ShapeDtypeStruct:
+    def _abstract(self, value: Tensor, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruct:
         type = self._type(value)
-        return jax.ShapeDtypeStruct(type.size, to_jax_dtype(type.dtype))
+        return jax.ShapeDtypeStruct(type.size, to_jax_dtype(type.dtype), sharding=sharding)
+
+    def _shardings(self) -> dict[str, NamedSharding]:
+        """Return how each weight lies on the mesh; nothing where none is split: such a program may run anywhere."""
+        if placement.home is None:
+            return {}
+        shardings = {name: placement.sharding_of(to_jax(tensor)) for name, tensor in self.weights.items()}
+        split = any(sharding is not None for sharding in shardings.values())
+        return {name: sharding or placement.home for name, sharding in shardings.items()} if split else {}
 
     def _weights(self) -> tuple[dict[str, Tensor], dict[str, str], dict[str, str]]:
         """Return the tensors a program is given, which of them are others by another name, and what each is."""
-        found: dict[str, Tensor] = {}
+        weights: dict[str, Tensor] = {}
         tied: dict[str, str] = {}
         seen: dict[Any, str] = {}
         kinds = {}
         wanted = {spec.target: spec for _, spec in self.specs if spec.kind in _WEIGHTS}
         named = {**self.program.state_dict, **self.program.constants}
+        # Names that no placeholder has come last, so that a tied weight is owned by the name that the program reads.
         for name in [*wanted, *(n for n in self.program.state_dict if n not in wanted)]:
             tensor = named[name].detach()
+            # Tied only where two names show the same elements: a view of another part is a weight of its own.
             key = (storage_id(tensor), tensor.storage_offset(), tensor.shape, tensor.stride())
             owner = seen.setdefault(key, name)
-            if owner in found and tensor.numel():
+            if owner in weights and tensor.numel():
                 tied[name] = owner
             elif name in wanted:
-                found[name] = tensor
+                weights[name] = tensor
             kinds[name] = _kind(name, wanted.get(name), named[name])
-        return found, tied, {name: kind for name, kind in kinds.items() if name in found or name in tied}
+        return weights, tied, {name: kind for name, kind in kinds.items() if name in weights or name in tied}
 
     def _inputs(self) -> dict[str, Any]:
         """Return the placeholders of tensors in the containers of each input; None stands for what is compiled in."""
@@ -236,8 +268,8 @@ class _Trace:
 
     def _fixed(self) -> dict[str, str]:
         """Return the inputs that are no tensors, and what each was."""
-        found = self._named([getattr(spec.arg, "value", None) for _, spec in self._given()])
-        fixed = {name: value for name, value in found.items() if self.inputs[name] is None}
+        numbers = self._named([getattr(spec.arg, "value", None) for _, spec in self._given()])
+        fixed = {name: value for name, value in numbers.items() if self.inputs[name] is None}
         return {name: repr(value) for name, value in fixed.items() if value is not None}
 
     def _given(self) -> list[tuple[FxNode, Any]]:
@@ -275,7 +307,7 @@ class _Trace:
                 )
 
     def _explain(self, failure: NodeFailure) -> str:
-        """Return what could not be exported, with the op and the dims by name."""
+        """Return the message for a call that could not be exported, with the op and the dims by name."""
         node, names = failure.node, self.dims.names_in(failure.node)
         text = f"isthmus.export: {node.target} cannot be exported"
         if not is_lowered(node):

@@ -1,9 +1,21 @@
-"""Sizes and strides: what a layout covers of its storage, and the shape a storage is kept in."""
+"""Sizes and strides: what a layout covers of its storage, and the shape a storage is kept in.
+
+``Spec`` is the one record of a layout: size, strides, dtype and, where it matters, the offset. ``nodes.Type`` is the
+one record of a value without a layout. The functions answer what plans, views, slots and graphs ask of strides::
+
+    span((3, 2), (1, 3))             # 6: elements from the first to the last
+    is_dense((3, 2), (1, 3))         # True: a transposed matrix has no gaps
+    storage_shape((3, 2), (1, 3))    # (2, 3): the array that a storage for it holds, row by row
+
+A storage is kept as an array whose row-major elements are the storage's, in the shape that makes reading the view a
+transpose. All of it is arithmetic on tuples; torch is needed for the dtype alone, and JAX not at all.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -12,16 +24,32 @@ Ints = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Spec:
-    """Layout and dtype of a tensor."""
+    """The layout of a tensor on its storage: size, strides, dtype and the offset it starts at, in elements.
+
+    Every layout that is stored, compared or hashed is one of these. In keys and plans the offset is left at 0, because
+    it is an input of the program: a slice that slides along its storage compiles once.
+    """
 
     size: Ints
     stride: Ints
     dtype: torch.dtype
+    offset: int = 0
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Spec:
-        """Return the spec of a tensor."""
+        """Return the layout of a tensor without its offset."""
+        # Offsets are inputs of programs, so they stay out of keys.
         return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+
+    @classmethod
+    def at(cls, tensor: torch.Tensor) -> Spec:
+        """Return the layout of a tensor with its offset."""
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, int(tensor.storage_offset()))
+
+    @cached_property
+    def is_as_made(self) -> bool:
+        """Whether torch's bare new tensor has these strides; the offset aside."""
+        return is_as_made(self.size, self.stride)
 
 
 def contiguous_strides(size: Sequence[int]) -> Ints:
@@ -53,6 +81,7 @@ def is_dense(size: Ints, stride: Ints) -> bool:
     # The stride of a dim of length one says nothing.
     order = [d for d in storage_order(size, stride) if size[d] != 1]
     dense = tuple(size[d] for d in order)
+    # Without the dims of length one, a dense layout has the strides of a row-major array in some order.
     return 0 in size or tuple(stride[d] for d in order) == contiguous_strides(dense)
 
 

@@ -2,23 +2,39 @@
 
 A node is found again by what it is: the same call on the same inputs is the same object, in this step and in
 the next, because leaves are numbered in the order in which a trace meets them. So the outputs of a trace, as a
-tuple of objects, name its program exactly, and nothing is hashed twice.
+tuple of objects, name its program exactly, and nothing is hashed twice::
+
+    x = leaf("array", 0, Type((3,), torch.float32))
+    node(call_of(aten.neg.default, {"self": Input(0)}, [x.type]), x) is node(the same)       # True
+
+A ``Call`` holds what is compiled in (the op, static arguments, types of results), a ``Node`` a call and its inputs; an
+``Item`` is one of several results. Equal calls being one node, common subexpressions need no pass.
+
+The tables would grow for ever: ``forget_all_but`` drops what no program uses, and graphs of ``torch.compile``, which
+are converted once, keep theirs out of them (``temporary``). Two objects for one value are no error, only a program
+that is compiled twice.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from isthmus._graph.arguments import AnyFunction, Arguments, Value
 from isthmus._graph.layout import Spec
-from isthmus._graph.private import OpOverload
+from isthmus._graph.private import Op, OpOverload
 from isthmus._graph.schema import schema_of
+
+# Of int, float, bool or complex: inside a class with a field ``type`` it has no other name.
+NumberType = type[complex]
+Callee = Op | AnyFunction
+"""What a call calls: an overload, or a Python function."""
 
 
 class Type(NamedTuple):
@@ -48,8 +64,8 @@ class Leaf:
     kind: str
     index: int
     type: Type
-    number: Any = float
-    sharding: Any = None
+    number: NumberType = float
+    sharding: Hashable | None = None
 
 
 @dataclass(frozen=True)
@@ -73,8 +89,8 @@ class Call:
     of the tensor arguments, for the few ops whose kernels look at strides.
     """
 
-    op: Any
-    arguments: tuple[tuple[str, Any], ...]
+    op: Callee
+    arguments: tuple[tuple[str, Value], ...]
     types: tuple[Type | None, ...]
     context: tuple[torch.dtype, str | None] = (torch.float32, None)
     random: bool = False
@@ -98,6 +114,7 @@ class Node:
     __slots__ = ("call", "inputs", "results", "types")
 
     def __init__(self, call: Call | Leaf | Item, inputs: tuple[Node, ...]) -> None:
+        # A node refers to its inputs, never to its users: a node that is not read is garbage-collected.
         self.call, self.inputs = call, inputs
         self.results: tuple[Node | None, ...] = ()
         if isinstance(call, Item):
@@ -113,9 +130,9 @@ class Node:
     @property
     def type(self) -> Type:
         """Return the type of a node with one result."""
-        (found,) = self.types
-        assert found is not None
-        return found
+        (only,) = self.types
+        assert only is not None
+        return only
 
     def __repr__(self) -> str:
         return f"Node({self.call!r})"
@@ -123,16 +140,26 @@ class Node:
 
 # Bounded by ``forget_all_but``, which lazy mode calls when the tables have grown; clearing one of them alone would give
 # two objects for one value.
-_calls: dict[tuple[Any, ...], Call] = {}
-_table: dict[tuple[Any, ...], Node] = {}
+_calls: dict[tuple[Hashable, ...], Call] = {}
+_table: dict[tuple[Hashable, ...], Node] = {}
 _leaves: dict[Leaf, Node] = {}
 TABLE = _table
 """Every node by its call and inputs; recording looks a node up here before it makes one."""
 
 
+class _Own(threading.local):
+    """What this thread has made inside ``temporary``, None outside."""
+
+    calls: dict[tuple[Hashable, ...], Call] | None = None
+    table: dict[tuple[Hashable, ...], Node] | None = None
+
+
+_own = _Own()
+
+
 def call_of(
-    op: Any,
-    arguments: dict[str, Any],
+    op: Callee,
+    arguments: Arguments,
     types: Iterable[Type | None],
     *,
     context: tuple[torch.dtype, str | None] = (torch.float32, None),
@@ -141,19 +168,22 @@ def call_of(
     layouts: tuple[Spec, ...] | None = None,
 ) -> Call:
     """Return the one call with these parts."""
+    # Defaults are left out, so that two spellings of one call are one object.
     named = canonical(op, arguments)
     parts = (tuple(types), context, random, draw, layouts)
+    # ``exact``: 1, 1.0 and True are equal in Python and different in torch.
     key = (op, exact(named), *parts)
+    calls = _calls if _own.calls is None else _own.calls
     # ``setdefault`` is atomic: of two threads that make a call at once, both get the first one's.
-    return _calls.get(key) or _calls.setdefault(key, Call(op, named, *parts))
+    return calls.get(key) or _calls.get(key) or calls.setdefault(key, Call(op, named, *parts))
 
 
-def numbered(args: Iterable[Any]) -> dict[str, Any]:
+def numbered(args: Iterable[Value]) -> Arguments:
     """Return the arguments of a Python function by the names they have in a call."""
     return {str(n): value for n, value in enumerate(args)}
 
 
-def canonical(op: Any, arguments: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+def canonical(op: Callee, arguments: Arguments) -> tuple[tuple[str, Value], ...]:
     """Return the arguments that are not at their defaults, in the schema's order, lists as tuples."""
     overload = isinstance(op, OpOverload)
     defaults = {a.name: a.default for a in schema_of(op).arguments if a.has_default} if overload else {}
@@ -165,19 +195,22 @@ def canonical(op: Any, arguments: dict[str, Any]) -> tuple[tuple[str, Any], ...]
     )
 
 
-def _frozen(value: Any) -> Any:
+def _frozen(value: Value) -> Value:
     return tuple(_frozen(item) for item in value) if isinstance(value, (list, tuple)) else value
 
 
-def exact(value: Any) -> Any:
-    """Return what tells a value from those Python calls equal: 1, 1.0 and True, 0.0 and -0.0."""
+def exact(value: Value) -> Hashable:
+    """Return a key that tells a value from those Python calls equal: 1, 1.0 and True, 0.0 and -0.0."""
     if isinstance(value, (list, tuple)):
         return tuple([exact(item) for item in value])
     return (type(value), repr(value)) if isinstance(value, (bool, float, complex)) else value
 
 
-def leaf(kind: str, index: int, type: Type, number: Any = float, sharding: Any = None) -> Node:
+def leaf(
+    kind: str, index: int, type: Type, number: NumberType = float, sharding: Hashable | None = None
+) -> Node:
     """Return the one node of a leaf."""
+    # ``setdefault`` here too: two threads may meet the same leaf at once.
     key = Leaf(kind, index, type, number, sharding)
     return _leaves.get(key) or _leaves.setdefault(key, Node(key, ()))
 
@@ -185,30 +218,32 @@ def leaf(kind: str, index: int, type: Type, number: Any = float, sharding: Any =
 def node(call: Call, *inputs: Node) -> Node:
     """Return the one node of a call on these inputs."""
     key = (call, *inputs)
-    interned = _table.get(key)
-    if interned is None:
-        interned = _table[key] = Node(call, inputs)
-    return interned
+    table = _table if _own.table is None else _own.table
+    # This thread's own first: an equal node that another thread records meanwhile would be a second object here.
+    return table.get(key) or _table.get(key) or table.setdefault(key, Node(call, inputs))
 
 
 @contextlib.contextmanager
 def temporary() -> Iterator[None]:
-    """Let calls and nodes made inside leave the tables afterwards; graphs that use them keep them alive.
+    """Keep calls and nodes that this thread makes inside out of the tables; graphs that use them keep them alive.
 
     A graph of ``torch.compile`` is converted once, and its nodes may hold constants and sub-graphs: the tables must
-    not. A node that another thread records meanwhile may go too, and is then made anew when it is recorded again.
+    not. What the tables have already is used, and other threads go on recording into them.
     """
-    sizes = [(table, len(table)) for table in (_calls, _table)]
+    if _own.table is not None:  # inside another: the outer one's are as temporary
+        yield
+        # The tables of this thread alone; other threads record into the shared ones meanwhile.
+        return
+    _own.calls, _own.table = {}, {}
     try:
         yield
     finally:
-        for table, size in sizes:
-            for key in list(itertools.islice(table, size, None)):  # in the order in which they were made
-                table.pop(key, None)  # type: ignore[call-overload]
+        _own.calls = _own.table = None
 
 
 def forget_all_but(roots: Iterable[Node]) -> None:
     """Drop every node that none of ``roots`` needs; an equal one recorded later is a new object."""
+    # From the programs that exist: everything they could be found by stays.
     alive = list(reachable(roots))
     calls = {n.call for n in alive}
     table = {(n.call, *n.inputs): n for n in alive if isinstance(n.call, Call)}
@@ -228,10 +263,11 @@ def reachable(roots: Iterable[Node]) -> Iterator[Node]:
     # Written without recursion: a long loop makes a deep graph.
     stack: list[tuple[Node, bool]] = [(root, False) for root in reversed(list(roots))]
     while stack:
-        found, ready = stack.pop()
+        current, ready = stack.pop()
+        # Its inputs have all been yielded: it is the second time that it is on the stack.
         if ready:
-            yield found
-        elif found not in seen:
-            seen.add(found)
-            stack.append((found, True))
-            stack += [(given, False) for given in reversed(found.inputs) if given not in seen]
+            yield current
+        elif current not in seen:
+            seen.add(current)
+            stack.append((current, True))
+            stack += [(source, False) for source in reversed(current.inputs) if source not in seen]

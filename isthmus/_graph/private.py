@@ -1,4 +1,4 @@
-"""Private names of torch that every layer needs: the type of an op, its schema, decompositions, promotion, storages.
+"""Private names of torch that every layer needs: the type of an op, its schema, decompositions, storages.
 
 torch promises none of them, and has no public name for the same. They stand in the lowest layer that knows torch, so
 that graphs, lowerings, the device and the compilers take them from here; names that one layer alone uses are in
@@ -19,19 +19,16 @@ from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import OperatorBase
 from torch._ops import OpOverload as OpOverload
-from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as Promotion
-from torch._prims_common import elementwise_dtypes as elementwise_dtypes
 
 from isthmus._upstream import optional
 
 Op = OpOverload[..., Any]  # type: ignore[explicit-any]
 """An overload in annotations: torch makes the class generic over its signature, which no overload in a table has."""
+Decompositions = Mapping[OperatorBase, Callable[..., Any]]  # type: ignore[explicit-any]
 
-__all__ = ["HigherOrderOperator", "OpOverload", "Promotion", "elementwise_dtypes"]
-
-# Every lowering asks for promotion, so a torch that changed it is noticed here, where the error says which name it is.
-elementwise_dtypes(torch.empty(1, device="meta"), 2, type_promotion_kind=Promotion.DEFAULT)
+__all__ = ["HigherOrderOperator", "OpOverload"]
 
 storage_of: Callable[[torch.Tensor], torch.UntypedStorage] = torch.Tensor.untyped_storage
 # The address of torch's C++ storage. Python may make a second object for the same storage, so its id() does not do.
@@ -39,7 +36,7 @@ storage_of: Callable[[torch.Tensor], torch.UntypedStorage] = torch.Tensor.untype
 address_of: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
 
-def torch_schema(op: OpOverload) -> torch.FunctionSchema:
+def torch_schema(op: Op) -> torch.FunctionSchema:
     """Return torch's own record of an op's arguments and results; ``_graph.schema`` says the same in our terms."""
     return op._schema
 
@@ -54,7 +51,7 @@ def storage_ids(tensors: Iterable[torch.Tensor]) -> list[int]:
     return [*map(address_of, map(storage_of, tensors))]
 
 
-def _public_decompositions() -> Mapping[Any, Callable[..., Any]]:
+def _public_decompositions() -> Decompositions:
     from torch.export import default_decompositions
 
     return default_decompositions()
@@ -62,7 +59,7 @@ def _public_decompositions() -> Mapping[Any, Callable[..., Any]]:
 
 # The public table has the decompositions to core ATen alone, about half of these.
 @optional("ops without a lowering that are no core ATen ops run on the CPU", _public_decompositions)
-def decompositions() -> Mapping[Any, Callable[..., Any]]:
+def decompositions() -> Decompositions:
     """Return torch's own recipes for ops in terms of simpler ones, by overload."""
     from torch._decomp import decomposition_table
 

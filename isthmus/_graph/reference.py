@@ -2,6 +2,13 @@
 
 It shares no lowering with XLA, so where the two differ, one of them is wrong; where they agree and the answer is
 still wrong, the graph is. Random numbers are torch's own for a seed made of the draw: they are not XLA's.
+
+Besides tests and ``isthmus.config.backend = "reference"`` three parts of the package use it, since it needs no
+compiler: small recorded graphs (``_lazy/small_graphs.py``), values of buffers after XLA has failed
+(``_lazy/programs.restore``) and constants that a pass looks at (``passes/attention_masks.py``).
+
+An op without a CPU kernel has an equivalent in ``cpu_equivalents.py``, or is decomposed by torch. Results are compared
+with the recorded types, so that a graph with a wrong type is found here first.
 """
 
 from __future__ import annotations
@@ -9,17 +16,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from isthmus._graph.arguments import flatten, number_as_tensor
+from isthmus._graph.arguments import AnyFunction, Arguments, Value, flatten, number_as_tensor
 from isthmus._graph.cpu_equivalents import EQUIVALENTS, WIDENED
 from isthmus._graph.graph import Graph, check, evaluate, fill
 from isthmus._graph.nodes import Call, Node, Type
-from isthmus._graph.private import OpOverload, decompositions
+from isthmus._graph.private import Op, OpOverload, decompositions
 from isthmus._graph.schema import schema_of
 from isthmus.errors import IsthmusError
 
@@ -40,11 +46,12 @@ TAKES_NUMBERS = frozenset(
 class Reference:
     """Runs graphs with ATen on the CPU."""
 
-    def compile(self, graph: Graph) -> Callable[..., Sequence[Any]]:
+    def compile(self, graph: Graph) -> AnyFunction:
         """Return the function that runs the graph."""
+        # A backend may rely on what ``check`` promises; so does this one.
         check(graph)
 
-        def run(*values: Any) -> list[Tensor]:
+        def run(*values: Value) -> list[Tensor]:
             # Whatever mode the caller is in, a recorded call has the dtypes that were recorded.
             with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
                 results = evaluate(graph, values, run_node)
@@ -54,12 +61,13 @@ class Reference:
         return run
 
 
-def run_node(node: Node, given: list[Any]) -> Any:
+def run_node(node: Node, inputs: list[Value]) -> Tensor | list[Tensor | None] | None:
     """Compute a node's call on CPU tensors; a list where it has several results."""
     call = node.call
     assert isinstance(call, Call)
-    arguments = {name: fill(value, given) for name, value in call.arguments}
-    draw = given[-1] if call.random else None
+    assert isinstance(call.op, OpOverload)
+    arguments = {name: fill(value, inputs) for name, value in call.arguments}
+    draw = inputs[-1] if call.random else None
     results = flatten(perform(call.op, arguments, draw, call.context[0]))
     if len(results) != len(call.types):
         raise IsthmusError(f"{call.op} gave {len(results)} results where {len(call.types)} were recorded")
@@ -68,16 +76,18 @@ def run_node(node: Node, given: list[Any]) -> Any:
 
 
 def perform(
-    op: OpOverload, arguments: dict[str, Any], draw: Tensor | None = None, dtype: torch.dtype | None = None
-) -> Any:
-    """Return what a functional op gives on the CPU for a draw, with this default dtype; a list of several results."""
+    op: Op, arguments: Arguments, draw: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Value:
+    """Return the results of a functional op on the CPU for a draw, with this default dtype."""
+    # Recorded ops have the default dtype that was in force then.
     with _default(dtype or torch.get_default_dtype()), torch.no_grad():
         tensors = with_tensors(op, arguments)
         results = flatten(_function(op)(**tensors) if draw is None else _random(op, tensors, seed_of(draw)))
     return results if len(results) != 1 else results[0]
 
 
-def _random(op: OpOverload, arguments: dict[str, Any], seed: int) -> Any:
+def _random(op: Op, arguments: Arguments, seed: int) -> Value:
+    # Ops with a generator take their own; the others draw from torch's global one, which is put back.
     if any(a.name == "generator" for a in schema_of(op).arguments):
         return _function(op)(**arguments, generator=torch.Generator().manual_seed(seed))
     with torch.random.fork_rng(devices=[]):
@@ -92,14 +102,15 @@ def seed_of(draw: Tensor) -> int:
 
 
 @functools.cache
-def _function(op: OpOverload) -> Callable[..., Any]:
-    """Return what computes an op: its equivalent, its kernel, or torch's decomposition where it has none."""
+def _function(op: Op) -> AnyFunction:
+    """Return the function that computes an op: its equivalent, its kernel, or torch's decomposition."""
     function = EQUIVALENTS.get(op) or WIDENED.get(op)
     if function is not None:
         return function
 
-    def run(**arguments: Any) -> Any:
+    def run(**arguments: Value) -> Value:
         try:
+            # The CPU has no kernel: torch's decomposition, if it has one.
             return op(**arguments)
         except NotImplementedError:
             if op not in decompositions():
@@ -110,7 +121,7 @@ def _function(op: OpOverload) -> Callable[..., Any]:
     return run
 
 
-def with_tensors(op: OpOverload, arguments: dict[str, Any]) -> dict[str, Any]:
+def with_tensors(op: Op, arguments: Arguments) -> Arguments:
     """Return the arguments with a tensor for each number that stands where the schema has one."""
     numbers = numbers_for_tensors(op, arguments)
     if not numbers:
@@ -120,7 +131,7 @@ def with_tensors(op: OpOverload, arguments: dict[str, Any]) -> dict[str, Any]:
     return arguments | {name: number_as_tensor(arguments[name], others) for name in numbers}
 
 
-def numbers_for_tensors(op: OpOverload, arguments: dict[str, Any]) -> list[str]:
+def numbers_for_tensors(op: Op, arguments: Arguments) -> list[str]:
     """Return the names of arguments that are numbers where torch takes only tensors."""
     if op in TAKES_NUMBERS:
         return []
@@ -128,10 +139,12 @@ def numbers_for_tensors(op: OpOverload, arguments: dict[str, Any]) -> list[str]:
     return [n for n, v in arguments.items() if kinds[n] == "tensor" and isinstance(v, (int, float, complex))]
 
 
-def _checked(call: Call, result: Any, type: Type | None) -> Tensor | None:
+def _checked(call: Call, result: Value, type: Type | None) -> Tensor | None:
     """Return a result that is what was recorded, or raise."""
+    # torch returns none for a result that was not asked for.
     if type is None:
         return None
+    # Lengths are integers in torch and values in a graph.
     if isinstance(result, int):
         result = torch.tensor(result, dtype=type.dtype, device="cpu")
     actual = Type(tuple(result.shape), result.dtype) if isinstance(result, Tensor) else None

@@ -1,16 +1,22 @@
-"""Graphs to read: as text, a value a line, and as Graphviz."""
+"""Graphs to read: as text, a value a line, and as Graphviz.
+
+``print(graph)``, ``isthmus.graph_of``, ``isthmus.explain`` and the log of passes (``ISTHMUS_LOG=passes``) show this
+text. Names are short and stable: ``%a0`` is the first array, ``%n0`` a number, ``%o0`` an offset, ``%d0`` a draw,
+``%0`` the first call. Arguments are written as in Python, those that come first by position; a branch or body of
+control flow is an indented graph. With ``isthmus.config.lines = "on"`` the user's line stands behind a call.
+"""
 
 from __future__ import annotations
 
 import textwrap
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
+from isthmus._graph.arguments import Value
 from isthmus._graph.graph import Graph
-from isthmus._graph.nodes import Call, Input, Item, Leaf, Node
+from isthmus._graph.nodes import Call, Callee, Input, Item, Leaf, Node
 from isthmus._graph.private import OpOverload
 from isthmus._graph.schema import schema_of
 
@@ -20,6 +26,7 @@ def names(graph: Graph) -> dict[Node, str]:
     count: Counter[str] = Counter()
     by_node: dict[Node, str] = {}
     for node in (*graph.inputs, *graph.nodes):
+        # The first letter of a leaf's kind: a0, n0, o0, d0.
         prefix = node.call.kind[0] if isinstance(node.call, Leaf) else ""
         by_node[node] = f"{prefix}{count[prefix]}"
         count[prefix] += 1
@@ -58,30 +65,31 @@ def _made(node: Node, known: Mapping[Node, str]) -> str:
     return f"{op_name(call.op)}({', '.join(shown)})"
 
 
-def op_name(op: Any) -> str:
+def op_name(op: Callee) -> str:
     """Return the name of an overload, or of a Python function."""
     return str(op) if isinstance(op, OpOverload) else getattr(op, "__name__", repr(op))
 
 
-def _arguments(call: Call, given: list[str]) -> list[str]:
+def _arguments(call: Call, inputs: list[str]) -> list[str]:
     """Return the arguments as in a call: those that come first by position, the others by name."""
     if not isinstance(call.op, OpOverload):
-        return [_value(value, given) for _, value in call.arguments]
+        return [_value(value, inputs) for _, value in call.arguments]
     positions = {a.name: None if a.keyword_only else a.position for a in schema_of(call.op).arguments}
     texts = []
     for place, (name, value) in enumerate(call.arguments):
-        shown = _value(value, given)
+        shown = _value(value, inputs)
+        # A positional argument after one that was left out needs its name.
         texts.append(shown if positions[name] == place else f"{name}={shown}")
     if call.random:
-        texts.append(f"draw={given[-1]}")
+        texts.append(f"draw={inputs[-1]}")
     return texts
 
 
-def _value(value: Any, given: list[str]) -> str:
+def _value(value: Value, inputs: list[str]) -> str:
     if isinstance(value, Input):
-        return given[value.index]
+        return inputs[value.index]
     if isinstance(value, tuple):
-        return f"[{', '.join(_value(item, given) for item in value)}]"
+        return f"[{', '.join(_value(item, inputs) for item in value)}]"
     if isinstance(value, Graph):  # a branch or a body, indented
         return "{\n" + textwrap.indent(text(value), "  ") + "\n}"
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else repr(value)
@@ -94,7 +102,7 @@ def dot(graph: Graph) -> str:
     for node, name in known.items():
         kind = ", style=rounded" if isinstance(node.call, Leaf) else ""
         rows.append(f'  "{name}" [label="{_label(node)}\\n{_types(node)}"{kind}]')
-        rows += [f'  "{known[given]}" -> "{name}"' for given in node.inputs]
+        rows += [f'  "{known[source]}" -> "{name}"' for source in node.inputs]
     for place, output in enumerate(graph.outputs):
         rows.append(f'  "return {place}" [shape=plain]')
         rows.append(f'  "{known[output]}" -> "return {place}"')

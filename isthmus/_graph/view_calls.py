@@ -30,15 +30,16 @@ from isthmus._graph.nodes import Call, Input, Node, Type, call_of, node
 _aten = torch.ops.aten
 
 
-def read(storage: Type, spec: Spec, offset: bool, start: int = 0) -> list[Call]:
+def read(storage: Type, spec: Spec, offset: bool) -> list[Call]:
     """Return the calls, one after another, that read a view of a storage.
 
-    The view starts at element ``start``; or, with ``offset``, where the second input of the last call says.
+    The view starts at the offset of its layout; or, with ``offset``, where the second input of the last call says.
     """
     calls, typed = _typed(storage, spec.dtype)
     size, stride = spec.size, spec.stride
-    if offset or start:
-        return [*calls, _strided(typed, spec, with_offset=offset, start=start)]
+    if offset or spec.offset:
+        # An offset, compiled in or not, is a read of a part: no reshape can do that.
+        return [*calls, _strided(typed, spec, with_offset=offset)]
     if typed.size == size and stride == contiguous_strides(size):
         return calls
     # As many elements as the storage has and no offset: nothing is left out, so no gather (as_strided) is needed.
@@ -47,11 +48,11 @@ def read(storage: Type, spec: Spec, offset: bool, start: int = 0) -> list[Call]:
             return [*calls, view(typed, size)]
         if is_dense(size, stride):
             order = storage_order(size, stride)
-            kept = tuple(size[d] for d in order)
+            stored = tuple(size[d] for d in order)
             back = tuple(order.index(d) for d in range(len(size)))
-            if typed.size != kept:
-                calls.append(view(typed, kept))
-            return [*calls, permute(Type(kept, spec.dtype), back)]
+            if typed.size != stored:
+                calls.append(view(typed, stored))
+            return [*calls, permute(Type(stored, spec.dtype), back)]
     return [*calls, _strided(typed, spec, with_offset=False)]
 
 
@@ -66,12 +67,12 @@ def _typed(storage: Type, dtype: torch.dtype) -> tuple[list[Call], Type]:
     return ([] if storage.size == flat.size else [view(storage, flat.size)]) + [again], typed
 
 
-def _strided(storage: Type, spec: Spec, *, with_offset: bool, start: int = 0) -> Call:
+def _strided(storage: Type, spec: Spec, *, with_offset: bool) -> Call:
     arguments: dict[str, object] = {"self": Input(0), "size": spec.size, "stride": spec.stride}
     if with_offset:
         arguments["storage_offset"] = Input(1)
-    elif start:
-        arguments["storage_offset"] = start
+    elif spec.offset:
+        arguments["storage_offset"] = spec.offset
     return call_of(_aten.as_strided.default, arguments, [Type(spec.size, storage.dtype)])
 
 
@@ -102,6 +103,7 @@ def expand(value: Type, size: tuple[int, ...]) -> list[Call]:
 
 def store(spec: Spec) -> list[Call]:
     """Return the calls that lay a dense result of this spec out as its new storage."""
+    # A layout with its dims in order is its own storage.
     order = tuple(storage_order(spec.size, spec.stride))
     if order == tuple(range(len(order))):
         return []
@@ -117,7 +119,8 @@ def blank(spec: Spec) -> Call:
 def replaces(storage: Type, spec: Spec, offset: bool) -> list[Call] | None:
     """Return the calls that turn a view's new elements into the whole storage, or None if some of the old remain."""
     size, stride = spec.size, spec.stride
-    if offset or storage.dtype != spec.dtype or math.prod(storage.size) != math.prod(size):
+    # Part of the storage stays, so its old value has to be read.
+    if offset or spec.offset or storage.dtype != spec.dtype or math.prod(storage.size) != math.prod(size):
         return None
     if not is_dense(size, stride) or 0 in size:
         return None
@@ -136,6 +139,7 @@ def written_as(storage: Type, dtype: torch.dtype) -> torch.dtype:
     """
     if dtype == storage.dtype:
         return dtype
+    # Booleans and bytes are written as bytes, two-byte floats as integers: bits are kept that way.
     if dtype == torch.bool or (dtype.is_floating_point and dtype.itemsize == 1):
         return torch.uint8
     return torch.int16 if dtype.is_floating_point and dtype.itemsize == 2 else dtype
@@ -148,7 +152,7 @@ def bits(value: Type, dtype: torch.dtype) -> list[Call]:
     return [call_of(_aten.view.dtype, {"self": Input(0), "dtype": dtype}, [Type(value.size, dtype)])]
 
 
-def scatter(storage: Type, spec: Spec, offset: bool, start: int = 0) -> tuple[list[Call], Call, list[Call]]:
+def scatter(storage: Type, spec: Spec, offset: bool) -> tuple[list[Call], Call, list[Call]]:
     """Return the calls before, at and after a write: the storage in the view's dtype, the write, the way back.
 
     The source of the write has the dtype ``written_as`` gives; the offset is as for ``read``.
@@ -163,8 +167,8 @@ def scatter(storage: Type, spec: Spec, offset: bool, start: int = 0) -> tuple[li
     }
     if offset:
         arguments["storage_offset"] = Input(2)
-    elif start:
-        arguments["storage_offset"] = start
+    elif spec.offset:
+        arguments["storage_offset"] = spec.offset
     write = call_of(_aten.as_strided_scatter.default, arguments, [typed])
     after, flat = _typed(typed, storage.dtype)
     return before, write, after if flat.size == storage.size else [*after, view(flat, storage.size)]
@@ -184,21 +188,21 @@ def chained(calls: Iterable[Call], value: Node) -> Node:
     return value
 
 
-def read_node(storage: Node, spec: Spec, offset: Node | None = None, start: int = 0) -> Node:
+def read_node(storage: Node, spec: Spec, offset: Node | None = None) -> Node:
     """Return the node of the elements that a view of a storage shows."""
-    calls = read(storage.type, spec, offset is not None, start)
+    calls = read(storage.type, spec, offset is not None)
     if offset is None:
         return chained(calls, storage)
     return node(calls[-1], chained(calls[:-1], storage), offset)
 
 
-def write_node(storage: Node, spec: Spec, new: Node, offset: Node | None = None, start: int = 0) -> Node:
+def write_node(storage: Node, spec: Spec, new: Node, offset: Node | None = None) -> Node:
     """Return the node of a storage whose elements that a view shows are replaced by ``new``."""
     new = chained(shaped(new.type, storage.type, spec), new)
-    whole = replaces(storage.type, spec, offset is not None or start != 0)
+    whole = replaces(storage.type, spec, offset is not None)
     if whole is not None:
         return chained(whole, new)
     # Element for element into the old storage; the way back restores its dtype and shape.
-    before, write, after = scatter(storage.type, spec, offset is not None, start)
+    before, write, after = scatter(storage.type, spec, offset is not None)
     extra = () if offset is None else (offset,)
     return chained(after, node(write, chained(before, storage), new, *extra))

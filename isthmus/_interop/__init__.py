@@ -10,6 +10,7 @@ modules.py               ``isthmus.jax_module``; module_adapter.py, flax.py and 
 torch_functions.py       ``isthmus.torch_function``; x64_primitive.py and autograd_functions.py serve it
 functional.py            ``isthmus.functional``
 training.py, remat.py    ``isthmus.train_step``
+generate.py              ``isthmus.generate``; decoding.py has its programs, token_choice.py the choice of a token
 checkpoints.py           ``isthmus.checkpoint.save`` and ``load``; optax_states.py has ``to_optax`` and ``from_optax``
 pytrees.py               what trees need to cross
 =======================  ==========================================================================================

@@ -43,6 +43,7 @@ def to_jax(tree: Any) -> Any:
         >>> isthmus.to_jax({"x": torch.ones(2, device="jax")})
         {'x': Array([1., 1.], dtype=float32)}
     """
+    # A tensor is no leaf to JAX, which might look inside a subclass.
     return jax.tree.map(_to_array, tree, is_leaf=lambda value: isinstance(value, Tensor))
 
 
@@ -67,6 +68,12 @@ def _to_array(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     if value.device.type == "jax":
+        if type(value) is not Tensor and hasattr(value, "to_local"):
+            raise IsthmusError(
+                "isthmus.to_jax: of a DTensor each rank has a part\n"
+                "  to go on     its .to_local() or .full_tensor() is one tensor; torch.distributed.checkpoint saves "
+                "parts"
+            )
         return array_of(value)
     if value.device.type == "cpu":
         return array_from_cpu(value)
@@ -80,6 +87,7 @@ def _to_tensor(value: Any) -> Any:
         return wrap(from_numpy(value))
     if not isinstance(value, jax.Array):
         return value
+    # Random keys have an extended dtype.
     if jax.numpy.issubdtype(value.dtype, jax.dtypes.extended):
         raise TypeError(f"isthmus.from_jax: torch has no dtype {value.dtype}; pass jax.random.key_data(key)")
     if not isinstance(value, jax.core.Tracer):
@@ -92,6 +100,7 @@ def _to_tensor(value: Any) -> Any:
 
 def _at_home(array: Array) -> Array:
     """Return an array on the device or mesh that tensors live on, moved there if it is elsewhere."""
+    # An array of another device, or of several, is moved to where tensors live.
     devices = array.devices()
     if placement.home is not None:
         return array if devices == placement.home.device_set else placement.move(array)

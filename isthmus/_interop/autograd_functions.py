@@ -47,6 +47,7 @@ _users = 0
 @contextlib.contextmanager
 def differentiated_by_jax() -> Iterator[None]:
     """Make calls of ``Function.apply`` on this thread differentiable by JAX, through their ``backward``."""
+    # Contexts nest: a function inside JAX may call another.
     depth = getattr(_thread, "depth", 0)
     _thread.depth = depth + 1
     _count_users(1)
@@ -71,6 +72,7 @@ def _count_users(change: int) -> None:
 def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     by_torch = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    # torch's autograd where it records, or outside of JAX: the replacement is in force for all threads.
     if not getattr(_thread, "depth", 0) or by_torch or any(t.device.type != "jax" for t in tensors):
         return _original.__get__(None, cls)(*args, **kwargs)
     return FunctionCall(cls, args, kwargs).run()
@@ -159,10 +161,12 @@ class FunctionCall:
 
     def run(self) -> Any:
         """Return the results as tensors."""
+        # ``forward`` alone, where nothing is differentiated: its residuals are left out.
         function = jax.custom_vjp(lambda *arrays: self._forward(arrays, [False] * len(arrays))[0])
         function.defvjp(self._forward_with_residuals, self._backward, symbolic_zeros=True)
         arrays, layout = function(*[to_jax(self.args[n]) for n in self.positions])
         for n in layout.nondifferentiable:
+            # JAX differentiates every result; the user has marked these as without gradient.
             arrays[n] = jax.lax.stop_gradient(arrays[n])
         return layout.results(arrays)
 
@@ -178,6 +182,7 @@ class FunctionCall:
         for n, array, is_perturbed in zip(self.positions, arrays, perturbed, strict=True):
             args[n], needs[n] = from_jax(array), is_perturbed
         context = Context(needs)
+        # Arrays never change, so a write shows as another array in the buffer.
         before = [buffer_of(args[n]).held for n in self.positions]
         with torch.no_grad():
             out = self._call_forward(context, args)
@@ -202,11 +207,13 @@ class FunctionCall:
 
     def _backward(self, residuals: dict[str, Any], cotangents: tuple[list[Any], ResultLayout]) -> Any:
         """Return the gradients of the arrays; cotangents have the structure of the results."""
+        # One gradient per result of the forward, None in the place of what is no tensor.
         arrays, layout = iter(cotangents[0]), cotangents[1]
         context = _from_residuals(residuals)
         gradients = [_gradient(next(arrays), context) if v is None else None for v in layout.values]
         with torch.no_grad():
             pulled = self.cls.backward(context, *gradients)  # type: ignore[arg-type]
+        # A single gradient may be returned bare, as torch allows.
         pulled = pulled if isinstance(pulled, tuple) else (pulled,)
         return tuple([_cotangent(pulled[n], self.args[n]) for n in self.positions])
 
@@ -214,6 +221,7 @@ class FunctionCall:
 def _gradient(cotangent: Any, context: Context) -> Tensor | None:
     """Return JAX's cotangent of a result as the gradient that ``backward`` gets."""
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        # float0 is JAX's gradient of an integer.
         if not context.materializes or cotangent.dtype == jax.dtypes.float0:
             return None
         cotangent = jax.numpy.zeros(cotangent.shape, cotangent.dtype)

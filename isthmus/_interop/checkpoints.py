@@ -18,6 +18,7 @@ are off.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import importlib
@@ -35,7 +36,7 @@ from torch import Tensor
 
 from isthmus._device.core.buffer import Buffer, Signature, buffer_of, set_buffer, wrap
 from isthmus._interop.arrays import from_jax, to_jax
-from isthmus._runtime import checksums, files, placement
+from isthmus._runtime import checksums, files, placement, processes
 from isthmus._runtime.host_arrays import from_numpy
 from isthmus.errors import DamagedFile, IsthmusError, first_line
 
@@ -64,21 +65,35 @@ def save(path: str | os.PathLike[str], state: Any, *, force: bool = False) -> No
         1
     """
     tree, folder = to_tree(state), _folder(path)
-    if "://" in folder or jax.process_count() > 1:
-        # Object stores cannot rename a folder, and one process of several cannot on its own: orbax replaces it.
+    if "://" in folder:
+        # Object stores cannot rename a folder: orbax replaces it.
         _write(folder, tree, force)
         return
     target = Path(folder)
-    _check_free(files.whole(target), force)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with files.staging(target) as stage:
-        new = stage / "new"
-        _write(str(new), tree, False)
+
+    def begin() -> str:
+        _check_free(files.whole(target), force)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return str(staged.enter_context(files.staging(target)) / "new")
+
+    def finish() -> str:
+        # The mode of the folder that is replaced.
         if target.exists():
             shutil.copymode(target, new)
         checksums.seal(new)
         _check_free(target, force)  # again: another process may have written here in the meantime
         files.swap(new, target)
+        return ""
+
+    # The folder is written beside its place and exchanged: by the first process, of those that share a mesh.
+    with contextlib.ExitStack() as staged:
+        new = Path(processes.by_first(begin))
+        processes.agree(
+            new.parent.is_dir(),
+            f"isthmus.checkpoint.save: {target.parent} is not the same folder in every process",
+        )
+        _write(str(new), tree, False)
+        processes.by_first(finish)
 
 
 def load(path: str | os.PathLike[str], into: Any = None) -> Any:
@@ -132,9 +147,33 @@ def _folder(path: str | os.PathLike[str]) -> str:
     return folder if "://" in folder else str(Path(folder).resolve())
 
 
+def _checkpointer(orbax: Any) -> Any:
+    """Return what reads and writes: in all processes of a mesh together, else in this one, whatever others do."""
+    alone = jax.process_count() > 1 and not processes.are_one()
+    own = jax.process_index()
+    # The prefix keeps the barriers of one process apart from those of another.
+    options = (
+        orbax.options.MultiprocessingOptions(
+            primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"isthmus{own}"
+        )
+        if alone
+        else orbax.options.MultiprocessingOptions()
+    )
+    return orbax.Checkpointer(
+        orbax.PyTreeCheckpointHandler(multiprocessing_options=options), multiprocessing_options=options
+    )
+
+
 def _write(folder: str, tree: Any, force: bool) -> None:
     orbax = _orbax()
-    with orbax.Checkpointer(orbax.PyTreeCheckpointHandler()) as checkpointer:
+    # orbax leaves numbers, strings and host arrays to process 0, and would write a folder without them.
+    if jax.process_index() and not processes.are_one():
+        raise IsthmusError(
+            f"isthmus.checkpoint.save in process {jax.process_index()} of {jax.process_count()}, which has tensors of "
+            f"its own: orbax writes those of process 0 alone\n"
+            f"  to go on     call it in rank 0 only, or torch.distributed.checkpoint.save in every rank"
+        )
+    with _checkpointer(orbax) as checkpointer:
         checkpointer.save(folder, args=orbax.args.PyTreeSave(tree), force=force)
 
 
@@ -145,6 +184,7 @@ def _read(folder: str) -> Any:
         return _restored(orbax, folder)
     target = Path(folder)
     # Another process may swap the folder while it is read: then reading starts again.
+    # The identity of the folder tells whether it was replaced meanwhile.
     return files.steadily(lambda: _verified(orbax, target), lambda: files.identity(files.whole(target)))
 
 
@@ -170,7 +210,8 @@ def _verified(orbax: Any, target: Path) -> Any:
 
 def _restored(orbax: Any, folder: str) -> Any:
     """Return the tree that orbax reads, with arrays as numpy arrays, wherever they were when they were written."""
-    with orbax.Checkpointer(orbax.PyTreeCheckpointHandler()) as checkpointer:
+    with _checkpointer(orbax) as checkpointer:
+        # The metadata has the tree without its arrays.
         metadata = checkpointer.metadata(folder).item_metadata.tree
         restore_args = jax.tree.map(lambda leaf: _restore_args(orbax, leaf), metadata)
         return checkpointer.restore(folder, args=orbax.args.PyTreeRestore(restore_args=restore_args))
@@ -215,6 +256,7 @@ def _nested(state: Mapping[Any, Any], where: str) -> dict[str, Any]:
     for name, value in state.items():
         if isinstance(value, Tensor):
             # orbax refuses arrays without elements.
+            # Tied tensors are written once.
             if not value.numel() or _memory_of(value) in seen:
                 continue
             seen.add(_memory_of(value))
@@ -254,6 +296,7 @@ def _fill(tree: Any, into: Any, where: str) -> dict[str, Any]:
         )
     if hasattr(into, "load_state_dict"):
         template = into.state_dict()
+        # What ``save`` left out is taken from the target, or filled from the other names of a tied tensor.
         into.load_state_dict(_like(_complete(_flat(tree, template), template), template))
         if isinstance(into, torch.optim.Optimizer):
             follow_parameters(into)
@@ -301,6 +344,7 @@ def _copy(value: Any, into: Tensor, where: str) -> None:
 
 def _flat(tree: Mapping[str, Any], names: Any, prefix: str = "") -> dict[str, Any]:
     """Return a nested dict with dotted names; a dict whose own name is in ``names`` stays a value."""
+    # Only at the top; inner calls get the set of names as it is.
     names = names if prefix else {str(name) for name in names}
     flat: dict[str, Any] = {}
     for key, value in tree.items():
@@ -339,6 +383,7 @@ def _equal_bits(a: Any, b: Any) -> bool:
 def _like(value: Any, template: Any) -> Any:
     """Return a value of a checkpoint with the types of ``template``: tensors, tuples, keys that are numbers."""
     if isinstance(value, Mapping):
+        # The template knows which keys were numbers and which containers were tuples.
         return _dict_like(value, template if isinstance(template, Mapping) else {})
     if isinstance(value, list):
         inner = template if isinstance(template, (list, tuple)) else ()
@@ -347,6 +392,7 @@ def _like(value: Any, template: Any) -> Any:
     if not isinstance(value, np.ndarray):
         return value
     if isinstance(template, (bool, int, float)):
+        # ``lr`` and its like come back as Python numbers.
         return value.item()
     # A scalar without a template is an optimizer's step count before its first step, which torch keeps on the CPU.
     device = template.device if isinstance(template, Tensor) else ("jax" if value.ndim else "cpu")

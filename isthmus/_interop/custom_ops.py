@@ -48,6 +48,7 @@ def custom_op(name: str, function: Function | None = None, *, schema: str | None
         >>> square(torch.tensor([3.0], device="jax")).item()
         9.0
     """
+    # As a decorator with arguments.
     if function is None:
         return lambda decorated: custom_op(name, decorated, schema=schema)
     schema = schema or torch.library.infer_schema(function, mutates_args=())
@@ -58,6 +59,7 @@ def custom_op(name: str, function: Function | None = None, *, schema: str | None
     op = torch.library.custom_op(name, jax_function(function), mutates_args=(), schema=schema)
     namespace, short = name.split("::")
     definition = OpDefinition(function, getattr(getattr(torch.ops, namespace), short).default)
+    # The device runs the lowering; the kernel of ``torch.library`` is for the CPU and CUDA.
     definition.register_lowering()
     op.register_fake(definition.fake)
     op.register_autograd(definition.backward, setup_context=definition.setup_context)
@@ -103,11 +105,12 @@ class OpDefinition:
     def backward(self, ctx: Any, *gradients: Any) -> Any:
         """Return the gradient of each argument."""
         tensors = ctx.saved_tensors
-        wanted = tuple([n for n, tensor in enumerate(tensors) if tensor.requires_grad])
+        with_gradient = tuple([n for n, tensor in enumerate(tensors) if tensor.requires_grad])
         leaves = jax.tree.leaves(list(gradients))
         cotangents = [g for g, has in zip(leaves, ctx.is_differentiable, strict=True) if has]
-        pulled = ctx.traced_call.gradient(wanted, len(tensors))([*tensors, *cotangents])
-        by_operand = dict(zip(wanted, pulled, strict=True))
+        pulled = ctx.traced_call.gradient(with_gradient, len(tensors))([*tensors, *cotangents])
+        # Back from operands to arguments: others have no gradient.
+        by_operand = dict(zip(with_gradient, pulled, strict=True))
         position = iter(range(len(tensors)))
         by_argument = jax.tree.map(
             lambda is_tensor: by_operand.get(next(position)) if is_tensor else None, ctx.is_tensor

@@ -57,6 +57,11 @@ def functional(module: nn.Module) -> tuple[dict[str, Array], Apply]:
         >>> jax.grad(lambda p: apply(p, jnp.ones((3, 2))).sum())(params)["weight"].tolist()
         [[3.0, 3.0]]
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"isthmus.functional takes a module, not {type(module).__name__}; for a function of tensors there is "
+            "isthmus.torch_function"
+        )
     apply = Apply(module)
     return apply.to_arrays(dict(module.named_parameters())), apply
 

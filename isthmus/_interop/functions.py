@@ -26,9 +26,11 @@ Used by ``custom_ops.py``, ``modules.py``, ``remat.py`` and ``isthmus/optax.py``
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import jax
 import numpy as np
@@ -54,6 +56,8 @@ Array = jax.Array
 Function = Callable[..., Any]
 # A static argument that differs in every call (a step count) would otherwise fill memory with traces.
 _LIMIT = 1024
+_names = itertools.count()
+_calls_by_name: WeakValueDictionary[str, TracedCalls] = WeakValueDictionary()
 
 
 def jax_function(function: Function) -> Function:
@@ -77,14 +81,32 @@ def jax_function(function: Function) -> Function:
         >>> x.grad.tolist()
         [0.5, 0.5]
     """
-    calls = TracedCalls(function)
+    calls, run = TracedCalls(function), _traced_by_name()
+    name = calls.name
 
+    @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        traced_call, operands = calls.bind(args, kwargs)
+        return run(name, *args, **kwargs)
+
+    call.of_isthmus = calls  # type: ignore[attr-defined]  # else nothing would hold them
+    return call
+
+
+@functools.cache
+def _traced_by_name() -> Callable[..., Any]:
+    """Return the one function that Dynamo puts into graphs as it is: it runs the calls of a name.
+
+    Dynamo guards a function marked ``nonstrict_trace`` by its code alone (CLOSURE_MATCH, torch 2.13). One for each JAX
+    function would be many with the same code, and a compiled function that is given the second would run the first. A
+    string is guarded by its value, where a number may become a symbol.
+    """
+
+    def run(name: str, /, *args: Any, **kwargs: Any) -> Any:
+        traced_call, operands = _calls_by_name[name].bind(args, kwargs)
         return traced_call(operands)
 
-    hide_from_dynamo(call)  # after a graph break Dynamo would trace the code in here
-    return functools.wraps(function)(nonstrict_trace(call))
+    hide_from_dynamo(run)  # after a graph break Dynamo would trace the code in here
+    return nonstrict_trace(run)
 
 
 class TracedCalls:
@@ -92,13 +114,17 @@ class TracedCalls:
 
     def __init__(self, function: Function) -> None:
         self.function = function
+        self.name = f"JAX function {next(_names)}"
+        _calls_by_name[self.name] = self
         self._calls: LruCache[Any, TracedCall] = LruCache("calls of JAX functions", _LIMIT)
 
     def bind(self, args: Any, kwargs: Any) -> tuple[TracedCall, list[Tensor]]:
         """Return the function of the operands alone, and the operands as tensors."""
         leaves, tree = jax.tree.flatten((args, kwargs))
+        # A marker for every leaf: arrays by None, keys by their generator, anything else by its value.
         markers = tuple([None if isinstance(leaf, Tensor) else _marker(leaf) for leaf in leaves])
         traced_call = self._calls.get((tree, markers))
+        # Arrays are operands of the function; the rest is bound into it.
         if traced_call is None:
             traced_call = TracedCall(_function_of_operands(self.function, tree, markers))
             self._calls[(tree, markers)] = traced_call
@@ -139,6 +165,7 @@ def _marker(leaf: Any) -> Any:
         return None
     if isinstance(leaf, jax.Array):
         return jax.random.key_impl(leaf) if _is_key(leaf) else None
+    # A symbolic size is compiled in as the number it is now.
     return StaticArg(int(leaf) if isinstance(leaf, torch.SymInt) else leaf)
 
 
@@ -185,6 +212,7 @@ class TracedCall:
         """Return the function's result, with tensors for arrays."""
         forward_mode = in_forward_mode()
         if forward_mode or (torch.is_grad_enabled() and any([t.requires_grad for t in tensors])):
+            # In forward mode a tensor does not say whether it has a tangent.
             wanted = tuple([n for n, t in enumerate(tensors) if _may_have_derivative(t, forward_mode)])
             forward = self.forward_with_residuals(wanted, tensors)
             outputs = _JaxCall.apply(self, forward, *tensors)
@@ -205,6 +233,7 @@ class TracedCall:
         traced = self._traced.get(key)
         if traced is None:
             traced = traced_functions.trace(self.function, key[0])
+            # A jaxpr that closes over a tracer is good for this trace alone.
             if traced.is_cacheable:
                 self._traced[key] = traced
         return traced
@@ -244,6 +273,7 @@ class TracedCall:
 
             def tangent(*values: Array) -> list[Array]:
                 operands, tangents = values[:count], list(values[count:])
+                # The other operands are fixed: JAX differentiates what is left.
                 primals = [operands[n] for n in positions]
                 _, moved = jax.jvp(with_fixed(self.function, positions, operands), primals, tangents)
                 return [leaf for leaf in jax.tree.leaves(moved) if leaf.dtype != jax.dtypes.float0]
@@ -269,6 +299,7 @@ def _vjp(function: Function, wanted: Sequence[int], operands: Sequence[Array]) -
 def _cotangent(result: Any, cotangents: Iterator[Array]) -> Any:
     """Return JAX's cotangent of a result: the next of torch's, or nothing (float0) for integers."""
     if _is_differentiable(result.dtype):
+        # Conjugated on the way in: torch's gradient is the conjugate of JAX's.
         return conjugated(next(cotangents))
     return np.zeros(result.shape, jax.dtypes.float0)
 
@@ -339,6 +370,7 @@ def _without_repeats(jaxpr: ClosedJaxpr, count: int) -> tuple[list[int], list[in
 
     Residuals are the outputs after the first ``count``. Places count the arguments first, then the needed outputs.
     """
+    # Arguments and results are saved anyway; only other residuals are returned.
     variables: list[Any] = [*jaxpr.jaxpr.invars, *jaxpr.jaxpr.outvars[:count]]
     outputs, sources = list(range(count)), []
     for n, variable in enumerate(jaxpr.jaxpr.outvars[count:], count):
@@ -366,6 +398,7 @@ class _JaxCall(torch.autograd.Function):
         ctx.traced_call, ctx.forward_pass, *tensors = inputs
         ctx.count = len(tensors)
         values = [*tensors, *output]
+        # Operands for double backward, residuals for a single one.
         ctx.save_for_backward(*tensors, *[values[n] for n in ctx.forward_pass.sources])
         ctx.save_for_forward(*tensors)
         flags = ctx.forward_pass.is_differentiable

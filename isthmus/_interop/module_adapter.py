@@ -68,6 +68,7 @@ class ArrayTree:
 
     def __init__(self, tree: Any) -> None:
         leaves, self._tree = jax.tree_util.tree_flatten_with_path(tree)
+        # Positions of arrays among all leaves; the rest are constants.
         self._positions = [n for n, (_, leaf) in enumerate(leaves) if is_array(leaf)]
         self._constants = [None if is_array(leaf) else leaf for _, leaf in leaves]
         self.paths: list[Path] = [leaves[n][0] for n in self._positions]

@@ -17,8 +17,10 @@ Precision: a function is traced in the user's configuration of 64-bit types, and
 so it means the same inside programs of ours, which are always traced with 64-bit types on.
 
 Lifetime: the table of numbers holds functions weakly, their owner is the cache of a ``jax_function``. A graph that
-names a number may outlive that cache, so functions that enter a graph are held for the life of the process. A graph
-that is saved and loaded by another process names a number that is not there: ``traced_function`` raises.
+names a number may outlive that cache. The nodes that lazy mode records hold a ``_Name``, an int that owns
+its function, so the function goes with the last of them. torch's dispatcher makes it a plain int: functions that reach
+a graph through it are held for the life of the process, as torch holds what it has compiled. A graph that is saved
+and loaded by another process names a number that is not there: ``traced_function`` raises.
 """
 
 from __future__ import annotations
@@ -53,8 +55,10 @@ from isthmus.errors import IsthmusError
 Array = jax.Array
 _numbers = itertools.count()
 _functions: WeakValueDictionary[int, TracedFunction] = WeakValueDictionary()
-# Unbounded: a graph holds the number alone, so nothing says when the last graph that names a function is gone.
-_in_graphs: dict[int, TracedFunction] = {}
+# Those named by plain ints in graphs: nothing says when the last such graph is gone, so the newest stay. One that was
+# dropped is missed where its graph is compiled once more, which raises (``traced_function``).
+# Graphs outlive ``clear_caches``, so it passes over them.
+_in_graphs: LruCache[int, TracedFunction] = LruCache("JAX functions in graphs", 4096, kept=True)
 # One function sees few batch sizes at a time; each costs a trace and, on the device, a plan.
 _BATCHED_LIMIT = 64
 
@@ -94,6 +98,18 @@ class TracedFunction:
     def is_cacheable(self) -> bool:
         """Whether the jaxpr closes over no tracer: one that does is valid only while the trace around it lasts."""
         return not any(isinstance(value, jax.core.Tracer) for value in self.jaxpr.consts)
+
+
+class _Name(int):
+    """The number of a function in an argument of a node: equal to the int, and the function lives as long as it."""
+
+    function: TracedFunction
+
+    def __new__(cls, function: TracedFunction) -> _Name:
+        """Return the name of a function."""
+        name = super().__new__(cls, function.number)
+        name.function = function
+        return name
 
 
 def _at(function: Callable[..., list[Array]], positions: Sequence[int]) -> Callable[..., list[Array]]:
@@ -148,15 +164,16 @@ def traced_function(number: int) -> TracedFunction:
         return _functions[number]
     except KeyError:
         raise IsthmusError(
-            f"isthmus::jax names the JAX function {number}, which this process does not have: a graph with a JAX "
-            f"function in it cannot be saved as a graph; isthmus.export puts the function into the program"
+            f"isthmus::jax names the JAX function {number}, which this process does not have, or no longer: a graph "
+            f"with a JAX function in it cannot be saved as a graph (isthmus.export puts the function into the "
+            f"program), and functions of the last {_in_graphs.limit} graphs are remembered"
         ) from None
 
 
 def _on_meta(inputs: list[Tensor], function: int) -> list[Tensor]:
     traced = traced_function(function)
     if is_fake(inputs[0]):  # torch.compile or torch.export is making a graph
-        _in_graphs[function] = traced
+        _in_graphs[traced.number] = traced
     return [torch.empty(size, dtype=dtype, device=inputs[0].device) for size, dtype in traced.results]
 
 
@@ -169,7 +186,8 @@ def _on_other_devices(inputs: list[Tensor], function: int) -> list[Tensor]:
     # torch knows nothing of JAX's streams, so the arrays must be complete before torch may read their memory.
     results = [array.block_until_ready() for array in traced.program(*arrays)]
     # JAX takes its arrays for constant, and torch may write to the results: they get memory of their own.
-    return [dlpack.depart(r, r.shape, contiguous_strides(r.shape), device).clone() for r in results]
+    depart = dlpack.Departures()
+    return [depart(r, r.shape, contiguous_strides(r.shape), device).clone() for r in results]
 
 
 _library = torch.library.Library("isthmus", "DEF")
@@ -182,10 +200,13 @@ _op = torch.ops.isthmus.jax.default
 
 def call(function: TracedFunction, tensors: list[Tensor]) -> list[Tensor]:
     """Run a function on tensors, or add the call to the graph that is being recorded or traced."""
-    if mode.current.lazy:
-        _in_graphs[function.number] = function
+    lazy = mode.current.lazy
     # torch's dispatcher takes as long as the call itself: plain tensors on "jax" go to our kernel directly.
-    return (kernel_for(_op) if are_plain(tensors) else _op)(tensors, function.number)
+    if are_plain(tensors):
+        return kernel_for(_op)(tensors, _Name(function) if lazy else function.number)
+    if lazy:
+        _in_graphs[function.number] = function
+    return _op(tensors, function.number)
 
 
 def _on_batches(

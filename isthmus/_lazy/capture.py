@@ -1,56 +1,80 @@
-"""One recording of a function, to be replayed: what it reads, what it writes, what it returns."""
+"""Recording a function once: what it reads, writes and returns becomes a ``Replay``.
+
+``Jitted`` (``jit.py``) makes a ``Capture`` where no earlier recording fits a call. The function runs in lazy mode with
+``mode.current.capture`` set, so that the device reports what a replay has to repeat: tensors that are moved in
+(``note_host``) and arrays that are made (``note_own``). When the function has returned, nothing has been computed yet;
+``_compute`` sorts the trace into where each leaf comes from and where each live buffer goes::
+
+    sources   [("argument", 0), ("buffer", weight's buffer), ("moved", (1, None, again)), ("constant", array)]
+    targets   [("buffer", weight's buffer), ("new", signature of the loss)]
+
+and runs the program (``recorded_program.py``) for the first time. ``replay.py`` does the same with other arguments.
+
+What can go wrong: an op that a replay would not repeat (a read of a value, an op on the CPU) raises ``JitError`` while
+the function runs; anything else that a replay could not do leaves a ``reason``, and the function is recorded again at
+its next call. An exception before the results are bound leaves parameters as they were.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from isthmus import config
 from isthmus._device.core import donation, generator, mode
-from isthmus._device.core.buffer import Buffer, Signature, buffer_of, new_tensor
-from isthmus._device.core.resident_state import Residence
-from isthmus._device.core.views import attach_to
-from isthmus._device.torch_glue.private import restride
+from isthmus._device.core.buffer import Buffer, buffer_of
 from isthmus._device.torch_glue.pytree import tree_flatten, tree_unflatten
-from isthmus._graph.graph import Graph
-from isthmus._graph.layout import is_as_made
-from isthmus._graph.nodes import Leaf, Node
+from isthmus._graph.layout import Spec
+from isthmus._graph.nodes import Node
 from isthmus._lazy import programs
 from isthmus._lazy.captured_objects import Roots
 from isthmus._lazy.guards import Guard
 from isthmus._lazy.record_checks import ApiWatch, OpWatch
+from isthmus._lazy.recorded_program import Outputs, execution_of
+from isthmus._lazy.replay import Draws, Execution, Gradients, Replay, is_ours, shared_buffers
 from isthmus._lazy.trace import trace
 from isthmus._lazy.value_guards import ValueGuard, guarded
-from isthmus._program import runner
-from isthmus._program.program import STATELESS, StateLayout
-from isthmus._runtime import counters, placement
 from isthmus._runtime.user_frames import user_line
 from isthmus.errors import JitError
 
+# In place of ``config.graph_size``: a recording is one program, however long the function is.
 _UNLIMITED = 2**62
 REASON = "an isthmus.jit function"
 """Why a graph that was recorded before runs at a call of a jitted function; see ``mode.reason``."""
-Layout = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a function did while it was recorded: the leaves of its result, and the tensors of the CPU it made."""
+
+    results: list[Any]
+    spec: Any
+    born: set[int]
+    differentiates: bool
 
 
 class Capture:
-    """A function recorded once with given arguments; ``run`` does what the recording did, on other tensors.
+    """A recording of a function with the arguments ``flat``; ``record`` makes the ``replay`` of it.
 
-    Everything it cannot do again makes it not ``replayable``, for the ``reason`` it gives.
+    While the function runs, the device notes here what it moves in and makes. Everything a replay cannot do again makes
+    the recording not ``replayable``, for the ``reason`` it gives; ``complete`` says that the step has happened.
     """
 
-    def __init__(self, roots: Roots, donate: bool) -> None:
-        self.roots, self.donate = roots, donate
+    def __init__(self, roots: Roots, donate: bool, flat: list[Any]) -> None:
+        self.roots, self.donate, self.flat = roots, donate, flat
+        self.guard = Guard(roots)
+        # By identity of the buffer: views of an argument have the same one.
+        self.places = {id(buffer_of(t)): n for n, t in enumerate(flat) if is_ours(t)}
         self.hosts: dict[int, tuple[Any, Tensor, Callable[[Tensor], Any]]] = {}
+        # Kept alive, so that no later buffer gets the same ``id`` while the function runs.
         self.own: dict[int, Buffer] = {}
         self.values: list[ValueGuard] = []
         self.complete, self.reason = False, ""
-        self.residences: runner.Residences | None = None
+        self.replay: Replay | None = None
 
     @property
     def replayable(self) -> bool:
@@ -75,6 +99,7 @@ class Capture:
     def read(self, buffer: Buffer) -> Any:
         """Return a value that is read, if it is the same at every replay: made of numbers alone, or guarded."""
         node = buffer.held
+        # Made of numbers alone, it is computed at once by a program of its own: a replay has the same numbers.
         if type(node) is not Node or not programs.is_fixed(node):
             guard = guarded(node, self.places)
             if guard is None:
@@ -94,398 +119,271 @@ class Capture:
         )
 
     def record(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run the function, keep what a replay needs, and return its result."""
-        with mode.reason(REASON):
-            programs.materialise()
-        flat, _ = tree_flatten((args, kwargs))
-        self.guard = Guard(self.roots)
-        ours = [t for t in flat if _is_ours(t)]
-        self.places = {id(buffer_of(t)): n for n, t in enumerate(flat) if _is_ours(t)}
-        layouts = [(buffer_of(t), buffer_of(t).signature, _layout(t)) for t in ours]
+        """Run the function, make what replays it, and return its result."""
+        ours = [t for t in self.flat if is_ours(t)]
+        # Before the function runs: afterwards its arguments may lie on other storages.
+        layouts = [(buffer_of(t), buffer_of(t).signature, Spec.at(t)) for t in ours]
         leaves = [t for t in ours if t.is_leaf and t.requires_grad]
         grads = [(t, t.grad) for t in [*self.guard.parameters, *leaves]]
         start = generator.state()
-        result, born = self._watched(function, args, kwargs)
+        # From here on the function has run: whatever fails below must leave parameters as they were.
+        recorded = self._watched(function, args, kwargs)
         try:
-            if [(buffer_of(t), buffer_of(t).signature, _layout(t)) for t in ours] != layouts:
+            if [(buffer_of(t), buffer_of(t).signature, Spec.at(t)) for t in ours] != layouts:
                 self.reason = "it gives an argument another layout or storage"
             if any(t.requires_grad and not t.is_leaf for t in ours):
                 self.reason = "an argument is part of an autograd graph from outside"
-            return self._keep(result, flat, grads, born, start)
+            return self._compute(recorded, grads, start)
         except BaseException as error:
+            # ``complete`` is set where results are bound, so an error before that finds nothing changed.
             if not self.complete:  # the step did not happen: parameters have the values they had
                 trace.refusal = None
                 programs.restore(error)
             raise
         finally:
             trace.refusal = None
+            # Everything recorded is in the replay by now, or is to be forgotten.
             trace.reset()
             self.hosts, self.own = {}, {}
 
-    def _watched(self, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, set[int]]:
-        """Return the function's result, and which tensors of the CPU it made."""
+    def _watched(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Recorded:
+        """Run the function with every op recorded."""
         lazy, ops = mode.current.lazy, OpWatch()
         with ExitStack() as stack:
+            # Backward on this thread, whose ops are the ones that are recorded.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(self.roots.watching())
+            # ``capture`` is read by the device at every point that a replay could not repeat.
             mode.current.lazy, mode.current.capture = True, self
             trace.refusal, trace.limit = self.refuse_read, _UNLIMITED
             try:
                 with ops, ApiWatch(ops):
-                    found = function(*args, **kwargs)
-                leaves, self.spec = tree_flatten(found)
-                self.differentiates = ops.differentiates
-                return [_resolved(leaf) for leaf in leaves], set(ops.born)
+                    result = function(*args, **kwargs)
+                leaves, spec = tree_flatten(result)
+                # Lazy conjugates become values in the recording, not after it.
+                return Recorded([_resolved(leaf) for leaf in leaves], spec, set(ops.born), ops.differentiates)
             except BaseException:
                 # As in eager, what was done before the error is done.
                 mode.current.capture = trace.refusal = None
+                # The ops before the exception run as if they had been recorded in lazy mode.
                 with mode.reason(REASON):
                     programs.materialise()
                 raise
             finally:
                 mode.current.lazy, mode.current.capture = lazy, None
 
-    def _keep(
-        self, result: list[Any], flat: list[Any], grads: list[tuple[Tensor, Any]], born: set[int], start: Any
-    ) -> Any:
+    def _compute(self, recorded: Recorded, grads: list[tuple[Tensor, Any]], start: tuple[int, int]) -> Any:
+        """Compute what was recorded, and return the function's result."""
         live = trace.live()
-        at = self.places
+        # Buffers that outlive the call: those of modules and optimizers, then those of gradients.
         lasting = {id(buffer): tensor for tensor, buffer, _ in self.guard.buffers}
-        self.lasting = frozenset(lasting)
-        self.shared = self._shared(flat)
-        lasting |= {id(buffer_of(g)): g for _, g in grads if _is_ours(g)}
+        shared = shared_buffers(self.flat, lasting)
+        lasting |= {id(buffer_of(g)): g for _, g in grads if is_ours(g)}
         # Results that are arrays already, moved in or made before, go through the program as well.
-        held = {id(buffer_of(t)): buffer_of(t) for t in result if _is_ours(t)}
-        extra = [b for key, b in held.items() if type(b.held) is not Node and key not in (*at, *lasting)]
+        held = {id(buffer_of(t)): buffer_of(t) for t in recorded.results if is_ours(t)}
+        extra = [
+            b for key, b in held.items() if type(b.held) is not Node and key not in (*self.places, *lasting)
+        ]
         wanted = (*[b.held for b in live], *[trace.array(b) for b in extra])
-        self._find_inputs(flat, at, lasting, born)
-        self._find_outputs([*live, *extra], at, lasting)
-        self._find_grads(grads, flat)
-        self.results = [self._result(t, flat, at, born) for t in result]
-        self._find_draws(start)
-        self.reason = self.reason or self._why_not()
-        self._first_run(wanted, live, programs.shardings_of([*live, *extra]))()
-        self._check_graphs(result)
-        given = [t.detach() if _is_ours(t) and t.grad_fn is not None else t for t in result]
-        return tree_unflatten(given, self.spec)
+        sources = self._sources(lasting, recorded.born)
+        outputs = self._outputs([*live, *extra], lasting)
+        # In this order: what a gradient is made of decides what counts as used.
+        gradients = self._gradients(grads, outputs, _used(sources, outputs))
+        results = [self._result(t, outputs.new, recorded.born) for t in recorded.results]
+        draws = self._draws(start)
+        used = _used(sources, outputs) | {buffer for buffer in shared if buffer is not None}
+        # The first reason stays: later ones often follow from it.
+        self.reason = self.reason or self._why_not(used, outputs.new, results, gradients)
+        execution = execution_of(
+            wanted,
+            sources,
+            outputs,
+            programs.shardings_of([*live, *extra]),
+            self.flat,
+            donate=self.donate,
+            replayable=self.replayable,
+        )
+        # Whole before the program runs for the first time: an exception of a value check leaves it good for replays.
+        self.replay = Replay(
+            guard=self.guard,
+            values=self.values,
+            # Narrowed by now to what the function uses.
+            lasting=frozenset(id(buffer) for _, buffer, _ in self.guard.buffers),
+            shared=shared,
+            draws=draws,
+            execution=execution,
+            written=outputs.written,
+            gradients=gradients,
+            results=results,
+            spec=recorded.spec,
+        )
+        if execution is None:
+            self.complete = True
+        # A function that computes nothing has nothing to run, but its replay still moves the generator on.
+        else:
+            self._first_run(execution, live)
+        self._check_graphs(recorded)
+        # The caller gets tensors without a graph; ``_check_graphs`` has raised where one was wanted.
+        returned = [t.detach() if is_ours(t) and t.grad_fn is not None else t for t in recorded.results]
+        return tree_unflatten(returned, recorded.spec)
 
-    def _shared(self, flat: list[Any]) -> list[Any]:
-        """Return for each argument which buffer it is that the function also reaches otherwise, if it is one."""
-        buffers = [id(buffer_of(t)) for t in flat if _is_ours(t)]
-        return [buffer if buffer in self.lasting else None for buffer in buffers]
-
-    def _find_inputs(
-        self, flat: list[Any], at: dict[int, int], lasting: dict[int, Tensor], born: set[int]
-    ) -> None:
+    def _sources(self, lasting: dict[int, Tensor], born: set[int]) -> list[tuple[str, Any]]:
         """Say where each leaf's array comes from: an argument, a buffer that lives on, the host, or this recording."""
-        self.sources: list[tuple[str, Any]] = []
-        places = {id(value): n for n, value in enumerate(flat) if isinstance(value, Tensor)}
+        sources: list[tuple[str, Any]] = []
+        tensors = {id(value): n for n, value in enumerate(self.flat) if isinstance(value, Tensor)}
         for array, origin in zip(trace.arrays, trace.origins, strict=True):
             buffer = origin()
             _, tensor, again = self.hosts.get(id(array), (None, None, None))
+            # A CPU tensor that exists before the call is moved again at each replay; one made inside is a
+            # constant.
             if tensor is not None and id(tensor) not in born:
-                place = places.get(id(tensor))
-                self.sources.append(("moved", (place, None if place is not None else tensor, again)))
-            elif buffer is not None and id(buffer) in at:
-                self.sources.append(("argument", at[id(buffer)]))
+                place = tensors.get(id(tensor))
+                sources.append(("moved", (place, None if place is not None else tensor, again)))
+            elif buffer is not None and id(buffer) in self.places:
+                sources.append(("argument", self.places[id(buffer)]))
             elif buffer is not None and id(buffer) in lasting:
-                self.sources.append(("buffer", buffer))
+                sources.append(("buffer", buffer))
             else:
-                self.sources.append(("constant", array))
+                sources.append(("constant", array))
                 # Made in here, it is the same every time; made outside, nothing tells when it is another.
                 if buffer is not None and tensor is None and id(buffer) not in self.own:
                     self.reason = (
                         f"it reads a tensor of shape {tuple(array.shape)} that nothing it holds leads to"
                     )
+        return sources
 
-    def _find_outputs(self, live: list[Buffer], at: dict[int, int], lasting: dict[int, Tensor]) -> None:
+    def _outputs(self, live: list[Buffer], lasting: dict[int, Tensor]) -> Outputs:
         """Say where each output goes: an argument, a buffer that lives on, or a new tensor."""
+        # By the buffers of the leaves: a new output that was a leaf is a tensor from elsewhere that was written
+        # to.
         origins = {id(origin()) for origin in trace.origins}
-        self.targets: list[tuple[str, Any]] = []
-        self.born: dict[int, int] = {}
+        targets: list[tuple[str, Any]] = []
+        new: dict[int, int] = {}
         for buffer in live:
             key = id(buffer)
-            if key in at:
-                self.targets.append(("argument", at[key]))
+            if key in self.places:
+                targets.append(("argument", self.places[key]))
             elif key in lasting:
-                self.targets.append(("buffer", buffer))
+                targets.append(("buffer", buffer))
             else:
-                self.born[key] = len(self.targets)
-                self.targets.append(("new", buffer.signature))
+                new[key] = len(targets)
+                targets.append(("new", buffer.signature))
                 if key in origins and type(buffer.held) is Node:
                     self.reason = "it writes to a tensor that nothing it holds leads to"
-        buffers = [target for kind, target in self.targets if kind == "buffer"]
-        self.written = [lasting[id(b)] for b in buffers if not lasting[id(b)].is_inference()]
+        buffers = [target for kind, target in targets if kind == "buffer"]
+        # Autograd's version counters of tensors that a replay writes to; inference tensors have none.
+        written = [lasting[id(b)] for b in buffers if not lasting[id(b)].is_inference()]
+        return Outputs(targets, new, written)
 
-    def _result(self, found: Any, flat: list[Any], at: dict[int, int], born: set[int]) -> tuple[Any, ...]:
+    def _result(self, leaf: Any, new: dict[int, int], born: set[int]) -> tuple[Any, ...]:
         """Say what a replay returns in the place of one result."""
         place = next(
-            (n for n, value in enumerate(flat) if value is found and isinstance(value, Tensor)), None
+            (n for n, value in enumerate(self.flat) if value is leaf and isinstance(value, Tensor)), None
         )
         if place is not None:
             return ("place", place)
-        if not isinstance(found, Tensor):
-            return ("same", found)
-        if not _is_ours(found):
-            return ("copy", found.clone()) if id(found) in born else ("same", found)
-        key = id(buffer_of(found))
-        if key in self.born:
-            return ("new", self.born[key], _layout(found))
-        return ("argument", at[key], _layout(found)) if key in at else ("same", found)
+        if not isinstance(leaf, Tensor):
+            return ("same", leaf)
+        # A CPU tensor: made inside, the caller may write to it, so each replay returns a copy.
+        if not is_ours(leaf):
+            return ("copy", leaf.clone()) if id(leaf) in born else ("same", leaf)
+        key = id(buffer_of(leaf))
+        if key in new:
+            return ("new", new[key], Spec.at(leaf))
+        return ("argument", self.places[key], Spec.at(leaf)) if key in self.places else ("same", leaf)
 
-    def _find_grads(self, grads: list[tuple[Tensor, Any]], flat: list[Any]) -> None:
+    def _gradients(self, grads: list[tuple[Tensor, Any]], outputs: Outputs, used: set[int]) -> Gradients:
         """Say which gradients a replay makes and which it drops; those it adds to are buffers that live on."""
-        self.grads: list[tuple[Any, int, Layout]] = []
-        self.dropped: list[Any] = []
-        self.added: list[tuple[Any, Tensor]] = []
-        places = {id(t): n for n, t in enumerate(flat)}
-        used = {id(b) for kind, b in (*self.sources, *self.targets) if kind == "buffer"}
+        gradients = Gradients([], [], [])
+        places = {id(t): n for n, t in enumerate(self.flat)}
         for leaf, before in grads:
+            # An argument is known by its place, since every call brings another one; a parameter by itself.
             who, grad = places.get(id(leaf), leaf), leaf.grad
             if grad is None:
-                self.dropped += [who] if before is not None else []
-            elif _is_ours(grad) and id(buffer_of(grad)) in self.born:
-                self.grads.append((who, self.born[id(buffer_of(grad))], _layout(grad)))
+                gradients.dropped.extend([who] if before is not None else [])
+            elif is_ours(grad) and id(buffer_of(grad)) in outputs.new:
+                gradients.made.append((who, outputs.new[id(buffer_of(grad))], Spec.at(grad)))
             elif grad is not before:
                 self.reason = "it puts other tensors into .grad"
-            if before is not None and _is_ours(before) and id(buffer_of(before)) in used:
-                self.added.append((who, before))
-        if any(type(who) is int for who, _ in self.added):
+            # ``backward()`` added to a gradient that was there: the replay needs that very tensor.
+            if before is not None and is_ours(before) and id(buffer_of(before)) in used:
+                gradients.added.append((who, before))
+        if any(type(who) is int for who, _ in gradients.added):
             self.reason = "it adds to the gradient of an argument"
+        return gradients
 
-    def _find_draws(self, start: tuple[int, int]) -> None:
+    def _draws(self, start: tuple[int, int]) -> Draws:
         """Say which offsets of the generator are drawn, counted from where it stands when a replay begins."""
-        self.generators = list(trace.generators)
+        generators = list(trace.generators)
+        # The words of each draw as the seed and the offset that they are made of.
         words = [[int(word) for word in draw] for draw in trace.draws]
         drawn = [(high << 32 | low, far << 32 | near) for high, low, far, near in words]
         end = generator.state()
-        mine = [*[d for d, g in zip(drawn, self.generators, strict=True) if g is None], end]
+        mine = [*[d for d, g in zip(drawn, generators, strict=True) if g is None], end]
+        # A seed inside the function makes draws depend on nothing but itself; a replay adds to what is there.
         if any(seed != start[0] or offset < start[1] for seed, offset in mine):
             self.reason = "it seeds the generator"
-        self.advance = end[1] - start[1]
-        self.steps = [offset - start[1] for _, offset in drawn]
+        return Draws(generators, [offset - start[1] for _, offset in drawn], end[1] - start[1])
 
-    def _why_not(self) -> str:
+    def _why_not(
+        self, used: set[int], new: dict[int, int], results: list[tuple[Any, ...]], gradients: Gradients
+    ) -> str:
         """Return why the recording cannot be replayed, or "" if it can."""
-        stranger = self.roots.stranger()
-        if stranger:
-            return f"it uses a {stranger} that nothing it holds leads to"
+        unreachable = self.roots.unreachable_object()
+        if unreachable:
+            return f"it uses a {unreachable} that nothing it holds leads to"
+        # Again, after the function has run: what it reaches may have changed.
         now = self.roots.again()
-        self.guard.narrow(self._used())
-        self.lasting = frozenset(id(buffer) for _, buffer, _ in self.guard.buffers)
+        self.guard.narrow(used)
         changed = self.guard.changed(now)
         if changed:
             return f"it changes {changed}"
-        if any(isinstance(t, Tensor) and _is_ours(t) and id(buffer_of(t)) in self.born for t in now.found):
+        if any(isinstance(t, Tensor) and is_ours(t) and id(buffer_of(t)) in new for t in now.objects):
             return "it keeps a tensor that it makes"
-        wanted = {n for kind, n, *_ in self.results if kind == "new"} | {n for _, n, _ in self.grads}
-        if set(self.born.values()) - wanted:
+        # Results and gradients are what a replay hands out; anything else new would be lost.
+        wanted = {n for kind, n, *_ in results if kind == "new"} | {n for _, n, _ in gradients.made}
+        if set(new.values()) - wanted:
             return "it makes tensors that outlive it and that it does not return"
         return ""
 
-    def _used(self) -> set[int]:
-        """Return the buffers, not those of arguments, that the program reads or writes, and those arguments share."""
-        used = {id(b) for kind, b in (*self.sources, *self.targets) if kind == "buffer"}
-        return used | {buffer for buffer in self.shared if buffer is not None}
-
-    def _check_graphs(self, result: list[Any]) -> None:
+    def _check_graphs(self, recorded: Recorded) -> None:
         """Raise if the caller may want to differentiate a result, whose graph a replay does not have."""
-        if any(isinstance(t, Tensor) and t.grad_fn is not None for t in result) and not self.differentiates:
+        graphs = any(isinstance(t, Tensor) and t.grad_fn is not None for t in recorded.results)
+        if graphs and not recorded.differentiates:
             self.reason = "a result requires grad"
             raise JitError(
                 "isthmus.jit: a result requires grad, but a replay has no autograd graph to go back through; call "
                 "backward() inside the function, return result.detach(), or call it under torch.no_grad()"
             )
 
-    def _first_run(
-        self, wanted: tuple[Node, ...], live: list[Buffer], shardings: programs.Shardings
-    ) -> Callable[[], None]:
-        """Compute what the recording left, give it to its buffers, and return how to check the conditions."""
-        self.writes: list[tuple[int, int, str, Any]] = []
-        if not wanted:
-            self.complete = True
-            return _nothing
-        family = programs.family_of(wanted, shardings)
-        self.order = family.order(wanted, shardings)
-        state, results = self._state(family.graph, wanted)
-        dying = programs.dying(family) - {leaf for leaf, _ in state.pairs} if self.donate else frozenset()
-        program: Any = family.find(dying, state, results)
-        self._use(program)
-        self.lines = dict(trace.lines)
-        self.constants = program.pack_numbers(trace.numbers, trace.offsets)
+    def _first_run(self, execution: Execution, live: list[Buffer]) -> None:
+        """Compute what the recording left, on the arrays it met, and give it to its buffers."""
+        program: Any = execution.program
+        # The arrays of the trace become the state at once: ``own`` copies those that have another holder.
         whole, bundles = program.packing.pick(trace.arrays.__getitem__)
-        residence = self._residence()
+        residence = execution.residence()
 
         def bind(results: Sequence[Any]) -> None:
-            for place, n, _, _ in self.writes:
+            for place, n, _, _ in execution.writes:
+                # Outputs beyond the live buffers are arrays that were there before (``extra``).
                 if n < len(live):
                     live[n].compute(results[place])
             self.complete = True
 
         try:
             residence.begin(donation.own(whole), bundles)
-            arrays = [trace.arrays[at] for at in program.slots]
-            outputs = runner.run(
-                program, arrays, bind, constants=self.constants, draws=trace.draws, residence=residence
-            )
+            outputs = execution.run_first(residence, bind)
         except BaseException:
             if not self.complete:
                 residence.give_back()
             raise
-        return partial(program.report, outputs, self.lines)
-
-    def _state(self, graph: Graph, wanted: tuple[Node, ...]) -> tuple[StateLayout, tuple[int, ...] | None]:
-        """Return the state, which the program reads from buffers that live on and writes to them, and other results."""
-        if not (self.replayable and self.donate and config.donate == "auto" and config.backend == "xla"):
-            return STATELESS, None
-        written = {id(target): n for n, (kind, target) in enumerate(self.targets) if kind == "buffer"}
-        pairs, kept = [], set()
-        for leaf in [n.call for n in graph.inputs if isinstance(n.call, Leaf) and n.call.kind == "array"]:
-            kind, buffer = self.sources[leaf.index]
-            n = written.get(id(buffer)) if kind == "buffer" else None
-            if n is not None and wanted[n].type == leaf.type:
-                pairs.append((leaf.index, self.order[n]))
-                kept.add(n)
-        plain = dict.fromkeys(place for n, place in enumerate(self.order) if n not in kept)
-        return StateLayout(tuple(pairs)), tuple(plain)
-
-    def _use(self, program: Any) -> None:
-        """Find out where the program's inputs come from and its results go."""
-        self.residences = runner.Residences(program)
-        self.inputs = [self.sources[at] for at in program.slots]
-        state = {id(self.sources[leaf][1]) for leaf in program.packing.inputs}
-        places = program.places
-        self.writes = [
-            (places[self.order[n]], n, kind, self._computed(program, n) if kind == "new" else target)
-            for n, (kind, target) in enumerate(self.targets)
-            if kind != "buffer" or id(target) not in state
-        ]
-
-    def _computed(self, program: Any, n: int) -> Signature:
-        """Return the signature of a new buffer; where XLA was to choose how it is split, it has."""
-        signature: Signature = self.targets[n][1]
-        if signature.sharding is not placement.OPEN:
-            return signature
-        sharding = program.result_shardings[program.results.index(self.order[n])]
-        return Signature.intern(signature.shape, signature.dtype, sharding=sharding)
-
-    def _residence(self) -> Residence:
-        """Return where the state is; there is one set of buffers."""
-        assert self.residences is not None
-        return self.residences.find((), lambda leaf: self.sources[leaf][1])
-
-    def holds(self, roots: Roots, flat: list[Any]) -> bool:
-        """Return whether everything the recording depends on is as it was when it began."""
-        if self._shared(flat) != self.shared or not self.guard.holds(roots):
-            return False
-        if not all([leaf.grad is grad for leaf, grad in self.added]):
-            return False
-        if not self.values:
-            return True
-        buffers = [buffer_of(t) if _is_ours(t) else None for t in flat]
-        return all([value.holds(buffers) for value in self.values])
-
-    def run(self, flat: list[Any]) -> Any:
-        """Do what the recording did, on these arguments."""
-        draws = self._draw()  # also where no program reads them: the generator moves on
-        if self.residences is None:
-            return self._given(self._write((), flat), flat)
-        new: dict[int, Buffer] = {}
-        residence = self._residence()
-        program = self.residences.program
-        outputs = runner.run(
-            program,
-            [_source(kind, source, flat) for kind, source in self.inputs],
-            lambda results: new.update(self._write(results, flat)),
-            constants=self.constants,
-            draws=draws,
-            residence=residence,
-        )
-        counters.count("replays")
-        program.report(outputs, self.lines)
-        return self._given(new, flat)
-
-    def _given(self, new: dict[int, Buffer], flat: list[Any]) -> Any:
-        """Return what a replay returns."""
-        return tree_unflatten([_give(result, new, flat) for result in self.results], self.spec)
-
-    def _draw(self) -> list[Any]:
-        """Return the words for each draw of the recording, and move the generator on as the recording did."""
-        if not self.generators:
-            return []
-        base = generator.advance(self.advance)
-        pairs = zip(self.generators, self.steps, strict=True)
-        return [generator.draw(g) if g is not None else generator.words(base, step) for g, step in pairs]
-
-    def _write(self, found: Sequence[Any], flat: list[Any]) -> dict[int, Buffer]:
-        """Give outputs to those they belong to, and return the new buffers by their places."""
-        new: dict[int, Buffer] = {}
-        touched = list(self.written)
-        for at, n, kind, target in self.writes:
-            value = found[at]
-            if kind == "buffer":
-                target.bind(value)
-            elif kind == "argument":
-                buffer_of(flat[target]).bind(value)
-                touched += [] if flat[target].is_inference() else [flat[target]]
-            else:
-                new[n] = Buffer(value, target)
-        if touched:
-            torch.autograd.graph.increment_version(touched)
-        for who in self.dropped:
-            _owner(who, flat).grad = None
-        for who, n, layout in self.grads:
-            _owner(who, flat).grad = _tensor(new[n], layout)
-        return new
+        program.report(outputs, execution.lines)
 
 
-def _nothing() -> None:
-    """Do nothing about conditions: there are none."""
-
-
-def _owner(who: Any, flat: list[Any]) -> Tensor:
-    """Return the tensor whose gradient it is: a parameter, or an argument by its place."""
-    return flat[who] if type(who) is int else who
+def _used(sources: list[tuple[str, Any]], outputs: Outputs) -> set[int]:
+    """Return the buffers, not those of arguments, that the program reads or writes."""
+    return {id(b) for kind, b in (*sources, *outputs.targets) if kind == "buffer"}
 
 
 def _resolved(leaf: Any) -> Any:
-    return leaf.resolve_conj().resolve_neg() if _is_ours(leaf) else leaf
-
-
-def _is_ours(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.device.type == "jax"
-
-
-def _layout(tensor: Tensor) -> Layout:
-    return tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype
-
-
-def _source(kind: str, source: Any, flat: list[Any]) -> Any:
-    """Return the buffer or the array of one input."""
-    if kind == "argument":
-        return buffer_of(flat[source])
-    if kind == "moved":
-        place, tensor, again = source
-        return again(tensor if place is None else flat[place])
-    return source
-
-
-def _tensor(buffer: Buffer, layout: Layout) -> Tensor:
-    size, stride, offset, dtype = layout
-    tensor = new_tensor(size, None if is_as_made(size, stride) else stride, dtype, buffer)
-    return restride(tensor, size, stride, offset) if offset else tensor
-
-
-def _give(result: tuple[Any, ...], new: dict[int, Buffer], flat: list[Any]) -> Any:
-    """Return one result of a replay."""
-    kind, value, *layout = result
-    if kind == "same":
-        return value
-    if kind == "place":
-        return flat[value]
-    if kind == "copy":
-        return value.clone()
-    if kind == "argument":
-        size, stride, offset, dtype = layout[0]
-        return restride(attach_to(dtype, flat[value].untyped_storage()), size, stride, offset)
-    return _tensor(new[value], layout[0])
+    return leaf.resolve_conj().resolve_neg() if is_ours(leaf) else leaf

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from isthmus._device.core import mode
+from isthmus._lazy.eager_ranges import finisher
 from isthmus._lazy.node_builder import recording_entry
 from isthmus._lazy.programs import materialise
 from isthmus._lazy.trace import trace
@@ -13,3 +14,4 @@ def install() -> None:
     mode.current.materialise = materialise
     mode.current.hold = trace.hold
     mode.current.recording_entry = recording_entry
+    mode.current.finisher = finisher

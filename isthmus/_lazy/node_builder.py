@@ -1,4 +1,20 @@
-"""A new key: how calls like this one become nodes. Shapes, dtypes and errors are found here, once per key."""
+"""A new key in lazy mode: how calls with that key become nodes.
+
+The recording entry of an op (``_device/core/entry.py``) finds a *recipe* for the key of a call, as an eager entry finds
+a plan. ``recording_entry`` makes that entry and, for a new key, the recipe: ``plan.build`` infers shapes, asks the CPU
+for refusals and chooses a tier as ever, and hands its ``Builder`` to ``Recipe`` instead of compiling. For
+``y = x.t() + 1`` the recipe of ``add`` is::
+
+    reads    permute(%0, [1, 0]); %1            the view that x.t() is of its storage; the number
+    call     aten.add.Tensor(%0, %1)
+    fresh    []                                 the result is stored as it is
+
+A call with a known key then looks up, or makes, one node, and puts it into the buffer of a new tensor (``_plain``) or
+of its target (``_in_place``); calls with views, several results or checks take ``_general``.
+
+What can go wrong: finding a recipe may run what was recorded (a decomposition that reads a value), so its inputs are
+gone; the ``epoch`` of the trace shows it, and the call starts over.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +27,9 @@ import jax
 import torch
 from torch import Tensor
 
-from isthmus import config
+from isthmus import _caches, config
 from isthmus._device.core.buffer import Buffer, Signature, buffer_of
-from isthmus._device.core.dispatch import Kernel
+from isthmus._device.core.dispatch import Kernel, kernels
 from isthmus._device.core.entry import make_recording_entry
 from isthmus._device.core.mutation import restride_all
 from isthmus._device.core.plan import Builder, Plan, build, is_made_like, only
@@ -27,13 +43,26 @@ from isthmus._graph.schema import PLACEMENT, schema_of
 from isthmus._graph.view_calls import chained
 from isthmus._lazy.trace import trace
 from isthmus._ops.value_checks import collecting
-from isthmus._runtime import compiler, placement
+from isthmus._runtime import compiler, placement, tracebacks
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
 from isthmus._runtime.traced_results import shapes_with_extra
 from isthmus._runtime.user_frames import user_line
 
 Values = tuple[Any, ...]
+# Recipes that one op may have; beyond that all are made anew.
 _LIMIT = 4096
+# Plain dicts, emptied in place: the recording entry of a kernel reads its dict for every op (``entry.py``).
+_caches.register(
+    "recipes of recorded ops",
+    _LIMIT,
+    lambda: max([len(kernel.recipes) for kernel in kernels()], default=0),
+    lambda: _forget_recipes(),
+)
+
+
+def _forget_recipes() -> None:
+    for kernel in kernels():
+        kernel.recipes.clear()
 
 
 def recording_entry(kernel: Kernel) -> Callable[..., Any]:
@@ -41,11 +70,16 @@ def recording_entry(kernel: Kernel) -> Callable[..., Any]:
 
     def new_recipe(key: Any, inputs: list[Node], values: Values) -> Plan:
         epoch = trace.epoch
+        # Abstract inputs: a recipe is made of types, never of the nodes at hand.
         examples = [jax.ShapeDtypeStruct(n.type.size, to_jax_dtype(n.type.dtype)) for n in inputs]
         finish = lambda builder: Recipe(builder, [n.type for n in inputs]).plan()  # noqa: E731
         if len(kernel.recipes) >= _LIMIT:  # shapes that never come back must not pile up
             kernel.recipes.clear()
-        plan = kernel.recipes[key] = build(kernel, examples, values, False, finish)
+        try:
+            plan = kernel.recipes[key] = build(kernel, examples, values, False, finish)
+        except Exception as error:
+            tracebacks.shorten(error)
+            raise
         if trace.epoch == epoch:
             return plan
         # Finding the recipe ran what was recorded, so these inputs are gone: start over.
@@ -58,20 +92,13 @@ def recording_entry(kernel: Kernel) -> Callable[..., Any]:
         "_Node": Node,
         "_new_plan": new_recipe,
         "_array_of": trace.array,
-        "_number": _slice_end if kernel.functional in BACKWARDS else trace.number,
+        # A slice's end is compiled in until it moves, for the pass that joins gradients of slices.
+        "_number": trace.offset if kernel.functional in BACKWARDS else trace.number,
         "_offset_of": trace.offset,
         "_draw": trace.draw,
     }
     entry = make_recording_entry(kernel, names)
     return entry
-
-
-def _slice_end(value: int) -> Node:
-    """Return a leaf for where a slice starts or ends: compiled in until it changes, so that passes can look at it.
-
-    Programs for a range of sizes take it as a number: it changes with the sizes.
-    """
-    return trace.offset(value) if config.current.shapes == "exact" else trace.number(value)
 
 
 @dataclass(frozen=True)
@@ -84,10 +111,11 @@ class Read:
 
     def __call__(self, inputs: list[Node]) -> Node:
         """Return the node of what is read."""
-        found = chained(self.calls[:-1], inputs[self.at])
+        value = chained(self.calls[:-1], inputs[self.at])
         if not self.calls:
-            return found
-        return node(self.calls[-1], found, *([] if self.offset is None else [inputs[self.offset]]))
+            # The last call may take the offset as its second input.
+            return value
+        return node(self.calls[-1], value, *([] if self.offset is None else [inputs[self.offset]]))
 
 
 @dataclass(frozen=True)
@@ -108,6 +136,7 @@ class Write:
             return chained(self.whole, new)
         assert self.parts is not None
         before, write, after = self.parts
+        # A resized target has no old elements, so a storage of zeros stands for it.
         old = node(self.blank) if self.blank is not None else storage or inputs[self.at]
         offset = [] if self.offset is None else [inputs[self.offset]]
         return chained(after, node(write, chained(before, old), new, *offset))
@@ -119,6 +148,7 @@ class Recipe:
     def __init__(self, builder: Builder, types: list[Type]) -> None:
         self.builder, self.types = builder, types
         self.reads: list[Read] = []
+        # Traced, not compiled: shapes, dtypes, and whether lowerings check values.
         results, self.checked = self._infer()
         self.call = self._call(results)
         count = len(builder.fresh)
@@ -130,7 +160,7 @@ class Recipe:
         self.writes = self._writes(results[count:]) if builder.mutation is not None else []
 
     def _infer(self) -> tuple[list[Type | None], bool]:
-        """Return what the tier computes, and whether it requires conditions on values."""
+        """Return the types of the tier's results, and whether it requires conditions on values."""
         builder = self.builder
         with compiler.scoped_x64(), collecting():
             _, facts = shapes_with_extra(builder.program, builder.examples)
@@ -140,12 +170,15 @@ class Recipe:
     def _call(self, results: list[Type | None]) -> Call:
         builder = self.builder
         outs = {a.name for a in builder.schema.arguments if a.out}
+        # ``out=`` targets are written afterwards, and placement is the device layer's business.
         skipped = outs | PLACEMENT
         arguments = {n: self._argument(slot) for n, slot in builder.slots.items() if n not in skipped}
+        # A factory without a dtype takes torch's default one, which may be another when the graph runs.
         if arguments.get("dtype", 0) is None and not self.reads:
             arguments["dtype"] = results[0].dtype if results[0] is not None else None
         kernel = builder.kernel
         if kernel.random:
+            # The draw is the last input of the call, as the entry appends it.
             self.reads.append(Read(len(self.types) - 1))
         precision = torch.get_float32_matmul_precision() if kernel.matmul else None
         context = (torch.get_default_dtype(), precision)
@@ -179,6 +212,7 @@ class Recipe:
         if resized is not None:
             storage = Type(storage_shape(spec.size, spec.stride), spec.dtype)
             blank = view_calls.blank(spec)
+        # A resized target: nothing of the old storage is read.
         else:
             storage, blank = self.types[slot.index], None
         shaped = view_calls.shaped(result, storage, spec)
@@ -190,11 +224,13 @@ class Recipe:
     def plan(self) -> Plan:
         """Return how a call is recorded."""
         if placement.home is not None and self.builder.mutation is None:
+            # Factories with a mesh say themselves how the result is split.
             made_of_nothing = not any(map(_has_tensor, self.builder.slots.values()))
             if made_of_nothing or is_made_like(self.builder.op):
                 return _placing(self._general(), not made_of_nothing)
         plain = self._is_plain()
         single = len(self.call.types) == 1 and not self.checked
+        # The cases of nearly all ops, each as a closure with nothing to decide.
         if plain and single and self.builder.mutation is None and self.builder.assembler() is only:
             spec, _ = self.fresh[0]
             if is_as_made(spec.size, spec.stride):
@@ -214,18 +250,20 @@ class Recipe:
         mutation = self.builder.mutation
         assert mutation is not None
         _, write = self.writes[0]
+        # Any of these needs more than handing the result to the buffer.
         if write.shaped or write.whole or write.whole is None or any(mutation.resized):
             return None
         call, locate, returns = self.call, mutation.locate, len(schema_of(self.builder.op).returns)
 
         def run(inputs: list[Node], values: Values) -> Any:
             key = (call, *inputs)
-            found = TABLE.get(key) or node(call, *inputs)
+            # The table first: in the second step every node is there.
+            result = TABLE.get(key) or node(call, *inputs)
             (target,) = locate(values)
-            trace.hold(target.untyped_storage()._buffer, found)  # type: ignore[attr-defined]
+            trace.hold(target.untyped_storage()._buffer, result)  # type: ignore[attr-defined]
             trace.size += 1
             if config.current.lines == "on":
-                trace.lines.setdefault(found, user_line())
+                trace.lines.setdefault(result, user_line())
             return target if returns else None
 
         return run
@@ -242,11 +280,11 @@ class Recipe:
         returns = len(schema_of(self.builder.op).returns)
 
         def run(inputs: list[Node], values: Values) -> Any:
-            found = node(call, *(inputs if reads is None else [read(inputs) for read in reads]))
+            result = node(call, *(inputs if reads is None else [read(inputs) for read in reads]))
             trace.size += 1
             if checked or config.current.lines == "on":
-                trace.lines.setdefault(found, user_line())
-            results = found.results or (found,)
+                trace.lines.setdefault(result, user_line())
+            results = result.results or (result,)
             make = iter(makers)
             fresh = [
                 next(make)(r) if r and there else None for r, there in zip(results, present, strict=False)
@@ -256,8 +294,8 @@ class Recipe:
             assert write is not None
             targets = write(results[count:], inputs, values)
             if count:
-                kept = [tensor for tensor in fresh if tensor is not None]
-                return kept[0] if returns == 1 else tuple(kept)
+                tensors = [tensor for tensor in fresh if tensor is not None]
+                return tensors[0] if returns == 1 else tuple(tensors)
             return None if returns == 0 else targets[0] if returns == 1 else tuple(targets)
 
         return run
@@ -277,11 +315,13 @@ class Recipe:
             for (group, step), result in zip(writes, results, strict=True):
                 written[group] = step(result, written.get(group), inputs) if step else result
             for group in order:
+                # ``hold`` keeps the node that the buffer had first, for the case that the program fails.
                 trace.hold(targets[group].untyped_storage()._buffer, written[group])  # type: ignore[attr-defined]
             if restrided:
                 for group in order:
                     spec = specs[group]
                     if spec is not None:
+                        # A new size is a new signature, which later ops key on.
                         targets[group].untyped_storage()._buffer.signature = signature_of(spec)  # type: ignore[attr-defined]
                 restride_all(targets, resized)
             return targets
@@ -310,6 +350,7 @@ def _placing(plan: Plan, follows: bool) -> Plan:
 
 def signature_of(spec: Spec) -> Signature:
     """Return the signature of a new storage for this spec; with a mesh XLA chooses how it is split."""
+    # OPEN: XLA says how it splits the result when the program has been compiled.
     sharding = None if placement.home is None else placement.OPEN
     return Signature.intern(
         storage_shape(spec.size, spec.stride), to_jax_dtype(spec.dtype), sharding=sharding
@@ -321,11 +362,11 @@ def maker(spec: Spec, calls: list[Call]) -> Callable[[Node], Tensor]:
     size, stride, dtype = spec.size, spec.stride, spec.dtype
     signature, contiguous = signature_of(spec), is_as_made(size, stride)
 
-    def make(found: Node) -> Tensor:
+    def make(result: Node) -> Tensor:
         tensor = empty_tensor(size, dtype)
         if not contiguous:
             tensor = restride(tensor, size, stride)
-        buffer = Buffer(chained(calls, found), signature)
+        buffer = Buffer(chained(calls, result), signature)
         buffer.recorder = trace.owner
         tensor.untyped_storage()._buffer = buffer  # type: ignore[attr-defined]
         trace.pending.append(ref(buffer))
@@ -341,12 +382,12 @@ def _plain(call: Call, spec: Spec) -> Plan:
     def run(inputs: list[Node], values: Values) -> Tensor:
         # What the maker does, written out: this runs for nearly every op.
         key = (call, *inputs)
-        found = TABLE.get(key) or node(call, *inputs)
+        result = TABLE.get(key) or node(call, *inputs)
         trace.size += 1
         if config.current.lines == "on":
-            trace.lines.setdefault(found, user_line())
+            trace.lines.setdefault(result, user_line())
         tensor = empty_tensor(size, dtype)
-        buffer = tensor.untyped_storage()._buffer = Buffer(found, signature)  # type: ignore[attr-defined]
+        buffer = tensor.untyped_storage()._buffer = Buffer(result, signature)  # type: ignore[attr-defined]
         buffer.recorder = trace.owner
         trace.pending.append(ref(buffer))
         return tensor

@@ -1,16 +1,35 @@
-"""Running what was recorded: one program for everything somebody can still read, found again by its outputs."""
+"""Running what was recorded: one program for everything that can still be read, found again by its outputs.
+
+``materialise`` is called when a value is needed. The nodes that live buffers hold are the outputs; since nodes are
+interned, the tuple of them names the graph, and ``_families`` has its programs without any graph being compared::
+
+    wanted = (node of the loss, nodes of the new parameters, ...)
+    family_of(wanted)      -> Family: one program per set of compiled-in offsets and of dying inputs
+    family.find(dying)     -> CompiledProgram
+
+A graph that was never there is looked at in this order: a few small integer ops run on the host (``small_graphs.py``);
+a program for a range of sizes may serve it (``ranges.py``); a line that compiles every time is cut into stages
+(``_graph/passes/split.py``); else it is compiled whole, after the passes.
+
+Arrays that only the trace holds are donated. ``isthmus.jit`` (``capture.py``, ``value_guards.py``) gets its programs
+here too.
+
+What can go wrong: a program that fails takes nothing with it (``restore`` gives buffers what they held, or an error
+that names the failure); an interrupt before the run leaves the trace as it is, and the next read runs it.
+"""
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from functools import partial
 from itertools import repeat
 from sys import getrefcount
 from threading import get_ident
-from typing import Any
+from typing import Any, cast
 
-from isthmus import _caches, config
+from isthmus import config
+from isthmus._caches import LruCache
 from isthmus._device.core import donation
 from isthmus._device.core.buffer import Buffer, Lost
 from isthmus._device.core.slack import Slack
@@ -22,19 +41,22 @@ from isthmus._graph.passes.rewrite import fill_offsets, remade, share_offsets
 from isthmus._graph.passes.slice_gradients import BACKWARDS
 from isthmus._graph.passes.split import split
 from isthmus._graph.passes.stages import Stage
-from isthmus._lazy import ranges, recompile_warnings, sync_reasons
+from isthmus._lazy import ranges, recompile_warnings, small_graphs, sync_reasons
 from isthmus._lazy.custom_backend import HostedProgram
 from isthmus._lazy.trace import trace
 from isthmus._program import runner
 from isthmus._program.evaluate import CallFailure
 from isthmus._program.program import STATELESS, CompiledProgram, StateLayout
-from isthmus._program.ranges import Match
-from isthmus._runtime import counters, forks, placement
+from isthmus._program.ranges import NO_LIMITS, OPTIONS, Limits, Match
+from isthmus._runtime import counters, forks, placement, tracebacks, watching
+from isthmus._runtime.placement import Sharding
 from isthmus.errors import IsthmusError
 
 # No buffer holds an array that dies, only the trace does.
 _OWNED = donation.OWNED - 1
+# Nodes of all recordings together; beyond that the tables keep those of graphs with programs.
 _NODES = 200_000
+# Programs of one graph: sets of offsets and of dying inputs; shapes that wander would pile up.
 _VARIANTS = 32
 Shardings = tuple[Any, ...] | None
 
@@ -60,6 +82,7 @@ class Family:
         outputs_like = {output.type for output in self.unique}
         arrays = [leaf for leaf in leaves if leaf.kind == "array"]
         self.donatable = [leaf.index for leaf in arrays if leaf.type in outputs_like]
+        # Read when the family is made: another backend has families of its own (``family_of``).
         self.backend = config.backend
         self.programs: dict[Any, CompiledProgram | HostedProgram] = {}
         self.known = False  # whether the program last asked for was there
@@ -71,16 +94,19 @@ class Family:
 
         ``dying`` are array leaves that only the trace holds, ``results`` the outputs to return, by default all.
         """
+        # A backend of the user's takes offsets as inputs, so it needs one program only.
         if self.backend != "xla":
             return self._hosted()
         offsets = [trace.offsets[at] for at in self.fixed]
         key = (tuple(offsets), dying, state, results)
-        found = self.programs.get(key)
-        self.known = found is not None
-        if found is not None:
-            return found
+        program = self.programs.get(key)
+        self.known = program is not None
+        if program is not None:
+            return program
+        # All at once: those that are in use come back within a step.
         if len(self.programs) >= _VARIANTS:
             self.programs.clear()
+        # An offset that has moved once will move again: from now on it is an input of the program.
         if self.seen and offsets != self.seen:
             pairs = zip(self.fixed, offsets, self.seen, strict=True)
             self.moving += [at for at, new, old in pairs if new != old]
@@ -88,10 +114,10 @@ class Family:
             self.programs.clear()
         self.seen = [trace.offsets[at] for at in self.fixed]
         constants = dict(zip(self.fixed, self.seen, strict=True))
-        found = self.programs[(tuple(self.seen), dying, state, results)] = self._compile(
-            constants, dying, state, results
-        )
-        return found
+        # Under the new key: offsets that became inputs are no part of it.
+        key = (tuple(self.seen), dying, state, results)
+        program = self.programs[key] = self._compile(constants, dying, state, results)
+        return program
 
     def _compile(
         self,
@@ -100,6 +126,7 @@ class Family:
         state: StateLayout,
         results: tuple[int, ...] | None,
     ) -> CompiledProgram:
+        # Offsets that are compiled in become numbers in the graph, where passes can look at them.
         graph = fill_offsets(share_offsets(self.graph, constants), constants, BACKWARDS)
         graph = optimise(graph, "lazy")
         results = tuple(range(len(graph.outputs))) if results is None else results
@@ -114,27 +141,31 @@ class Family:
                 results,
                 state=state,
                 donate=_donated(slots, dying, [graph.outputs[at].type for at in dict.fromkeys(results)]),
-                shardings={leaf.index: leaf.sharding for leaf in leaves if leaf.sharding is not None},
+                # Arrays at home are left out: XLA needs no word about them.
+                shardings={
+                    leaf.index: cast(Sharding, leaf.sharding) for leaf in leaves if leaf.sharding is not None
+                },
                 constraints=self.constraints,
                 constants=constants,
                 moving=self.moving,
-                options=ranges.OPTIONS,
+                options=OPTIONS,
                 title="a step",
             )
         except CallFailure as failure:
             call = failure.node.call
             assert isinstance(call, Call)
+            # The line of the op, if lines are recorded: the program is far away from it.
             where = trace.lines.get(failure.node) or 'set isthmus.config.lines = "on" to see where'
             raise IsthmusError(
                 f"{call.op} could not be compiled ({where}): {failure.cause}"
             ) from failure.cause
 
     def _hosted(self) -> HostedProgram:
-        found = self.programs.get(None)
-        self.known = found is not None
-        if not isinstance(found, HostedProgram):
-            found = self.programs[None] = HostedProgram(self.graph, backend_named(self.backend))
-        return found
+        program = self.programs.get(None)
+        self.known = program is not None
+        if not isinstance(program, HostedProgram):
+            program = self.programs[None] = HostedProgram(self.graph, backend_named(self.backend))
+        return program
 
     def order(self, wanted: tuple[Node, ...], shardings: Shardings = None) -> list[int]:
         """Return which output each node wanted is; some may be wanted twice."""
@@ -161,9 +192,8 @@ def _donated(slots: Sequence[Leaf], dying: frozenset[int], results: Sequence[Typ
     return tuple(donated)
 
 
-_families: OrderedDict[tuple[Any, ...], Family] = OrderedDict()
-_caches.register(
-    "programs of recorded graphs", config.programs, lambda: len(_families), lambda: _families.clear()
+_families: LruCache[tuple[Any, ...], Family] = LruCache(
+    "programs of recorded graphs", lambda: config.programs
 )
 
 
@@ -178,6 +208,9 @@ def materialise(buffer: Buffer | None = None, because: str = "") -> None:
         trace.enter(mine if buffer is None else buffer.recorder)
         try:
             settle = _materialise(because)
+        except Exception as error:
+            tracebacks.shorten(error)
+            raise
         finally:
             trace.enter(mine)
     settle()
@@ -186,16 +219,19 @@ def materialise(buffer: Buffer | None = None, because: str = "") -> None:
 
 def _materialise(because: str) -> Callable[[], None]:
     """Run the present trace, and return how to check the conditions of its programs."""
+    # A recording of isthmus.jit reads no values: the refusal is its error, with the line.
     if trace.refusal is not None:
         raise trace.refusal()
     if trace.size:
         counters.count("ops recorded", trace.size)
     live = trace.live()
+    # Nothing is alive: whatever was recorded, nobody can read it.
     if not live:
         trace.reset()
         return lambda: None
     try:
         settle = _run(live, because)
+    # The buffers go back to what they held, and say what went wrong where they cannot.
     except Exception as error:
         restore(error)
         trace.reset()
@@ -212,42 +248,64 @@ def _run(live: list[Buffer], because: str) -> Callable[[], None]:
     wanted = tuple([buffer.held for buffer in live])
     cause, line = sync_reasons.cause_and_line(because)
     run = _Run()
+    # To tell afterwards whether a program for a range was there or had to be compiled.
     compiled = counters.counts["compilations"]
-    match = _match(wanted)
-    staged = _stages(line, wanted) if match is None else None
+    # In this order: a handful of integer ops on the host, then a range of sizes, then stages, then whole.
+    small = small_graphs.find(wanted)
+    match = ranged(wanted) if small is None else None
+    staged = _stages(line, wanted) if small is None and match is None else None
+    # Asked for now: offsets of views, by which it is found, go with the trace.
+    is_new = small is None and match is None and (config.backend, *wanted) not in _families
+    refusal = ranges.refusal(tuple(dict.fromkeys(wanted))) if is_new else ""
 
     def commit(arrays: Sequence[Any]) -> None:
+        # Bound one by one: each is an assignment, and ``donation.run`` repeats the whole if it is interrupted.
         for buffer, array in zip(live, arrays, strict=True):
             buffer.compute(array)
         trace.reset()
 
-    if match is not None:
+    if small is not None:
+        graph = small.graph
+        call = partial(run.hosted, small.program, [small.places[n] for n in wanted], commit)
+    elif match is not None:
         graph = match.graph
         run.known = compiled == counters.counts["compilations"]
-        run.ranged(match, wanted, commit)
+        call = partial(run.ranged, match, wanted, commit)
     elif staged is None:
         shardings = shardings_of(live)
         family = family_of(wanted, shardings)
         graph = family.graph
-        run.whole(family, family.order(wanted, shardings), commit)
+        call = partial(run.whole, family, family.order(wanted, shardings), commit)
     else:
         graph, stages = staged
-        run.stages(stages, lambda values: commit([values[n] for n in wanted]))
-    sync_reasons.note(cause, line, graph, run.known)
+        call = partial(run.stages, stages, lambda values: commit([values[n] for n in wanted]))
+    if watching.watchers:
+        watching.run("lazy", f"{len(graph.nodes):,} ops", call)
+    else:
+        call()
+    sync_reasons.note(cause, line, graph, run.known, refusal)
     return run.settle
 
 
-def _match(wanted: tuple[Node, ...]) -> Match | None:
+def ranged(
+    wanted: tuple[Node, ...],
+    state: StateLayout = STATELESS,
+    results: tuple[int, ...] | None = None,
+    donate: bool = True,
+    limits: Limits = NO_LIMITS,
+) -> Match | None:
     """Return the program for a range of sizes that serves these nodes, unless they have an exact one already."""
     if config.shapes == "exact" or config.backend != "xla" or placement.home is not None:
         return None
+    # An exact program is there already, and is faster than a padded one.
     if (config.backend, *wanted) in _families:
         return None
-    return ranges.find(tuple(dict.fromkeys(wanted)))
+    return ranges.find(tuple(dict.fromkeys(wanted)), state, results, donate, limits)
 
 
 def _stages(line: str, wanted: tuple[Node, ...]) -> tuple[Graph, list[Stage]] | None:
     """Return the graph of nodes never wanted before and its stages, where a line needs a new program every time."""
+    # Only a line that was warned about is worth cutting.
     before = recompile_warnings.last(line)
     # Between stages it is not known how XLA splits what one gives to the next.
     if before is None or placement.home is not None or (config.backend, *wanted) in _families:
@@ -267,6 +325,10 @@ class _Run:
     def whole(self, family: Family, order: list[int], commit: Callable[[Sequence[Any]], None]) -> None:
         """Compute outputs of a graph, in this order, by one program."""
         self._call(self._find(family), order, commit)
+
+    def hosted(self, small: HostedProgram, order: list[int], commit: Callable[[Sequence[Any]], None]) -> None:
+        """Compute outputs of a small graph, in this order, on the host."""
+        self._call(small, order, commit)
 
     def ranged(self, match: Match, wanted: tuple[Node, ...], commit: Callable[[Sequence[Any]], None]) -> None:
         """Compute these nodes by a program for a range of sizes."""
@@ -293,9 +355,11 @@ class _Run:
             trace.lines |= {new[old]: line for old, line in trace.lines.items() if old in new}
             wanted = tuple([new[output] for output in stage.outputs])
             family = family_of(wanted)
+            # What a later stage reads must not be given away by an earlier one.
             held = set(range(count, count + len(leaves))).union(*[s.arrays for s in stages[at + 1 :]])
             calls.append((self._find(family, held), family.order(wanted)))
             for output in stage.outputs:
+                # Results of a stage are numbered after the arrays of the trace.
                 leaves[output] = leaf("array", count + len(leaves), output.type)
         interrupt: BaseException | None = None
         try:
@@ -303,6 +367,7 @@ class _Run:
                 interrupt = self._stage(*call, interrupt)
             commit(dict(zip(leaves, trace.arrays[count:], strict=True)))
         finally:
+            # The trace is as it was: its own arrays, nothing of the stages.
             del trace.arrays[count:]
         if interrupt is not None:
             raise interrupt
@@ -319,6 +384,7 @@ class _Run:
         def join(arrays: Sequence[Any]) -> None:
             trace.arrays[start:] = arrays
 
+        # Once more after an interrupt, which may come before or after the program ran.
         for last in (False, True):
             try:
                 self._call(program, order, join)
@@ -343,6 +409,7 @@ class _Run:
         commit: Callable[[Sequence[Any]], None],
     ) -> None:
         arrays = [trace.arrays[at] for at in program.slots]  # type: ignore[index]  # no slot is a tuple
+        # An exact program takes an array without its padding.
         arrays = [array.exact() if type(array) is Slack else array for array in arrays]
         constants = program.pack_numbers(trace.numbers, trace.offsets)
         lines = dict(trace.lines)
@@ -365,10 +432,6 @@ def family_of(wanted: tuple[Node, ...], shardings: Shardings = None) -> Family:
     family = _families.get(key)
     if family is None:
         family = _families[key] = Family(wanted, shardings)
-        while len(_families) > config.programs:
-            _families.popitem(last=False)
-    else:
-        _families.move_to_end(key)
     return family
 
 
@@ -377,6 +440,7 @@ def dying(family: Family, held: Set[int] = frozenset()) -> frozenset[int]:
     if config.donate != "auto":
         return frozenset()
     arrays = trace.arrays
+    # Counted in the trace's own list: a local name for an array would be one reference more.
     return frozenset([at for at in family.donatable if at not in held and getrefcount(arrays[at]) == _OWNED])
 
 
@@ -390,13 +454,15 @@ def restore(error: BaseException) -> None:
 
 
 def _restore(error: BaseException) -> None:
+    # What each buffer held when recording began, by the address of the buffer.
     before = {id(origin()): array for origin, array in zip(trace.origins, trace.arrays, strict=False)}
     live = trace.live()
-    made = {id(buffer): _first(buffer) for buffer in live}
-    fresh = _computed({node for node in made.values() if node is not None})
+    starts = {id(buffer): _first(buffer) for buffer in live}
+    fresh = _computed({node for node in starts.values() if node is not None})
     for buffer in live:
         array = before.get(id(buffer))
-        node = made[id(buffer)]
+        node = starts[id(buffer)]
+        # Donated arrays are gone, and a resized buffer does not fit its old array.
         if array is not None and not array.is_deleted() and array.shape == buffer.signature.shape:
             buffer.held = array
         else:
@@ -414,6 +480,7 @@ def _computed(nodes: set[Node]) -> dict[Node, Any]:
     if not nodes:
         return {}
     graph = Graph.of(tuple(nodes))
+    # By the reference backend, since it is XLA that failed.
     program = HostedProgram(graph, backend_named("reference"))
     constants = program.pack_numbers(trace.numbers, trace.offsets)
     arrays = program.call(*program.arguments([], constants, []))

@@ -12,6 +12,7 @@ something else holds is not.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from sys import getrefcount
 from typing import Any
 
@@ -24,32 +25,78 @@ from isthmus._graph.nodes import Leaf, Node
 from isthmus._graph.passes import optimise
 from isthmus._lazy.trace import trace
 from isthmus._program import ranges
-from isthmus._program.ranges import Given, Match
+from isthmus._program.program import STATELESS, StateLayout
+from isthmus._program.ranged_program import Given
+from isthmus._program.ranges import NO_LIMITS, Limits, Match
+from isthmus._runtime.padding.sizes import Refused
 
-# Half types are rounded after every op, as they are when ops run one by one.
-OPTIONS = {"xla_allow_excess_precision": False}
 # Arrays that die: the trace holds them, and the function that counts.
 _DYING = donation.OWNED - 1
-_matches: LruCache[Any, list[Match | None]] = LruCache("graphs of a known size", 1024)
+_matches: LruCache[Any, list[Match | Refused | None]] = LruCache("graphs of a known size", 1024)
 
 
-def find(wanted: tuple[Node, ...]) -> Match | None:
-    """Return the program for a range of sizes that computes these nodes; None where they are compiled exactly."""
+def find(
+    wanted: tuple[Node, ...],
+    state: StateLayout = STATELESS,
+    results: tuple[int, ...] | None = None,
+    donate: bool = True,
+    limits: Limits = NO_LIMITS,
+) -> Match | None:
+    """Return the program for a range of sizes that computes these nodes; None where they are compiled exactly.
+
+    That is so for the first sizes, and where padding was refused (``refusal``). ``state`` are the leaves that stay with
+    the program, ``results`` the numbers of the nodes to return, by default all. ``donate`` is whether arrays that only
+    the trace holds may be overwritten, ``limits`` are the largest sizes of dims of leaves for which they are known.
+    """
     if any(isinstance(n.call, Leaf) for n in wanted):
         return None
-    # Offsets are integers of the graph here, so they are part of what is looked up.
-    key = (wanted, tuple(trace.offsets), config.buckets)
+    key = _key(wanted, state, results, donate, limits)
     known = _matches.get(key)
     if known is None:
-        graph = ranges.lifted_strides(lambda: optimise(Graph.of(wanted), "lazy"), trace.offsets)
-        known = _matches[key] = [None if graph is None else ranges.find(graph, _given, OPTIONS)]
-    return known[0]
+        known = _matches[key] = [_found(wanted, state, results, donate, limits)]
+    return known[0] if isinstance(known[0], Match) else None
 
 
-def _given(leaves: list[int]) -> Given:
-    """Return the arrays of these leaves, and which of them only the trace holds."""
+def _found(
+    wanted: tuple[Node, ...],
+    state: StateLayout,
+    results: tuple[int, ...] | None,
+    donate: bool,
+    limits: Limits,
+) -> Match | Refused | None:
+    try:
+        graph = ranges.lifted_strides(lambda: optimise(Graph.of(wanted), "lazy"), _offset)
+        return ranges.find(graph, partial(given, donate=donate), ranges.OPTIONS, state, results, limits)
+    except Refused as error:
+        ranges.note(error)
+        return error
+
+
+def refusal(wanted: tuple[Node, ...]) -> str:
+    """Return what refused to be padded when a program for a range of sizes was looked for, "" if nothing did."""
+    known = _matches.get(_key(wanted))
+    return str(known[0]) if known is not None and isinstance(known[0], Refused) else ""
+
+
+def _key(
+    wanted: tuple[Node, ...],
+    state: StateLayout = STATELESS,
+    results: tuple[int, ...] | None = None,
+    donate: bool = True,
+    limits: Limits = NO_LIMITS,
+) -> Any:
+    # Offsets are integers of the graph here, so they are part of what is looked up.
+    return (wanted, tuple(trace.offsets), config.buckets, state, results, donate, tuple(limits.items()))
+
+
+def _offset(leaf: Leaf) -> int | None:
+    return trace.offsets[leaf.index] if leaf.kind == "offset" else None
+
+
+def given(leaves: list[int], donate: bool = True) -> Given:
+    """Return the arrays of these leaves, and which of them only the trace holds, if they may be overwritten."""
     dying = frozenset(
-        n for n, at in enumerate(leaves) if _is_dying(at)
+        n for n, at in enumerate(leaves) if donate and _is_dying(at)
     )  # before a list of them holds them too
     return Given([trace.arrays[at] for at in leaves], dying)
 
@@ -74,7 +121,13 @@ def run(
         outputs[:] = results
         commit(values)
 
-    program.run(match.sizes, _given(program.slots), rest, keep)
-    origins = zip(program.nodes, [match.graph.origins.get(n, n) for n in match.graph.nodes], strict=True)
-    named = {new: lines[origin] for new, origin in origins if origin in lines}
-    return lambda: compiled.report(outputs, named)
+    program.run(match.sizes, given(program.slots), rest, keep)
+    return lambda: compiled.report(outputs, lines_of(match, lines))
+
+
+def lines_of(match: Match, lines: Mapping[Node, str]) -> dict[Node, str]:
+    """Return the lines of recorded nodes by the nodes of a program for a range of sizes."""
+    origins = zip(
+        match.program.nodes, [match.graph.origins.get(n, n) for n in match.graph.nodes], strict=True
+    )
+    return {new: lines[origin] for new, origin in origins if origin in lines}

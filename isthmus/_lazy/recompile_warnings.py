@@ -1,16 +1,31 @@
-"""Recompilation storms: a line that needs a new program every time is told once what changed, and what to do."""
+"""Recompilation storms: a line that needs a new program every time is warned about once, with what changed and advice.
+
+``sync_reasons.note`` reports every run of a recorded graph with the user's line. After ``_IN_A_ROW`` new programs at
+one line the last two graphs are compared (``change``), and the warning names the first difference in the order of
+computation, and the primitive that kept other sizes from sharing a program, if one did::
+
+    5 new programs in a row were compiled for this line.
+      what changed  array 0, read by aten.mm.default as self, was float32[7, 4], is float32[8, 4], between the last two
+      not padded    fft: an axis that is padded
+      to fix it     pad it, or let it come in a few sizes only (buckets): ...
+
+Of a line that was warned about the last graph is kept (``last``): ``programs.py`` compares the next one with it, to
+compute what changes apart from what does not. Warnings are given by ``warn`` once all locks are free, since a filter
+may turn them into exceptions.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections import OrderedDict
 from typing import Any
 
 import torch
 
+from isthmus._caches import LruCache
 from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import Call, Input, Leaf, Node, exact
 
+# Fewer new programs in a row are a loop that warms up.
 _IN_A_ROW = 5
 _LINES = 64
 
@@ -28,52 +43,58 @@ class RecompilationWarning(UserWarning):
     """A line of the program has a new program compiled every time it runs."""
 
 
-# How many programs in a row were new at a line, and the graph of the last; lines that were told; the graphs of those.
-_rows: OrderedDict[str, tuple[int, Graph]] = OrderedDict()
-_told: set[str] = set()
-_last: OrderedDict[str, Graph] = OrderedDict()
+# How many programs in a row were new at a line, and the graph of the last.
+_rows: LruCache[str, tuple[int, Graph]] = LruCache("lines with new programs", _LINES)
+# Lines that were warned about, each once; as many as the program has.
+_warned: set[str] = set()
+# The last graphs of those.
+_last: LruCache[str, Graph] = LruCache("graphs of lines with new programs", _LINES)
 _due: list[tuple[str, str]] = []
 
 
-def calm(line: str) -> None:
+def reset(line: str) -> None:
     """Note that a line found its program: the row of new ones ends."""
-    _rows.pop(line, None)
+    _rows.pop(line)
 
 
 def last(line: str) -> Graph | None:
-    """Return the last graph of a line that was told."""
+    """Return the last graph of a line that was warned about, None of any other."""
     return _last.get(line)
 
 
-def note(line: str, graph: Graph) -> None:
-    """Note that a line needed a new program; ``warn`` says so if that was one too many."""
+def note(line: str, graph: Graph, refusal: str = "") -> None:
+    """Note that a line needed a new program; ``warn`` says so if that was one too many.
+
+    ``refusal`` is the primitive that could not be padded, and why, where one kept the line from having one program for
+    a range of sizes.
+    """
     if not line:
         return
-    if line in _told:
-        _keep(_last, line, graph)
+    if line in _warned:
+        # Its graphs are still kept: ``_stages`` compares the next one with them.
+        _last[line] = graph
         return
-    count, before = _rows.pop(line, (0, None))
+    count, before = _rows.pop(line) or (0, None)
     count += 1
     if before is None or count < _IN_A_ROW:
-        _keep(_rows, line, (count, graph))
+        _rows[line] = count, graph
         return
-    _told.add(line)
-    _keep(_last, line, graph)
+    _warned.add(line)
+    _last[line] = graph
     what, advice = change(before, graph)
     _due.append((
         line,
         f"{count} new programs in a row were compiled for this line.\n"
         f"  what changed  {what}, between the last two\n"
-        f"  to fix it     {advice}",
+        + (f"  not padded    {refusal}\n" if refusal else "")
+        + f"  to fix it     {advice}",
     ))  # fmt: skip
 
 
-def _keep(lines: OrderedDict[str, Any], line: str, value: Any) -> None:
-    """Note something of a line, and forget the one noted longest ago if there are many."""
-    lines[line] = value
-    lines.move_to_end(line)
-    if len(lines) > _LINES:
-        lines.popitem(last=False)
+def forget() -> None:
+    """Forget all lines, those that were warned about among them."""
+    for each in (_rows, _warned, _last, _due):
+        each.clear()
 
 
 def warn() -> None:
@@ -87,17 +108,18 @@ def warn() -> None:
 def change(old: Graph, new: Graph) -> tuple[str, str]:
     """Return what tells two graphs apart, the first thing in the order of computation, and what to do about it."""
     pairs = list(zip(old.nodes, new.nodes, strict=False))
+    # Graphs with the same ops in the same order differ in sizes, numbers or arguments; say which.
     if len(old.nodes) == len(new.nodes) and all([_name(a) == _name(b) for a, b in pairs]):
         # The size of a tensor often decides arguments of ops that come before those that read it.
         for before, after in pairs:
-            found = _between_inputs(before, after)
-            if found is not None:
-                return found
+            difference = _between_inputs(before, after)
+            if difference is not None:
+                return difference
     places = [{n: at for at, n in enumerate(graph.nodes)} for graph in (old, new)]
     for before, after in pairs:
-        found = None if before is after else _between(before, after, *places)
-        if found is not None:
-            return found
+        difference = None if before is after else _between(before, after, *places)
+        if difference is not None:
+            return difference
     if len(old.nodes) != len(new.nodes):
         longer, at = max(old, new, key=lambda g: len(g.nodes)), len(pairs)
         extra = f"the first that only one of the two has is {_name(longer.nodes[at])}"
@@ -111,25 +133,25 @@ def _between(
     before: Node, after: Node, old_places: dict[Node, int], new_places: dict[Node, int]
 ) -> tuple[str, str] | None:
     """Return what tells two nodes apart, all nodes before them being alike."""
-    found = _between_inputs(before, after)
-    if found is not None:
-        return found
+    difference = _between_inputs(before, after)
+    if difference is not None:
+        return difference
     if _name(before) != _name(after):
         return f"the op was {_name(before)}, is {_name(after)}", _BRANCH
     if isinstance(before.call, Call) and isinstance(after.call, Call):
-        found = _between_calls(before.call, after.call)
-    if found is None and _places(before.inputs, old_places) != _places(after.inputs, new_places):
+        difference = _between_calls(before.call, after.call)
+    if difference is None and _places(before.inputs, old_places) != _places(after.inputs, new_places):
         return f"{_name(after)} reads other values", _BRANCH
-    return found
+    return difference
 
 
 def _between_inputs(before: Node, after: Node) -> tuple[str, str] | None:
     """Return what tells the leaves that two nodes read apart."""
     for at, (old, new) in enumerate(zip(before.inputs, after.inputs, strict=False)):
         if old is not new and isinstance(old.call, Leaf) and isinstance(new.call, Leaf):
-            found = _between_leaves(old.call, new.call, _reader(after, at))
-            if found is not None:
-                return found
+            difference = _between_leaves(old.call, new.call, _reader(after, at))
+            if difference is not None:
+                return difference
     return None
 
 
@@ -137,6 +159,7 @@ def _between_leaves(old: Leaf, new: Leaf, reader: str) -> tuple[str, str] | None
     """Return what tells two leaves apart, if they are the same input of their programs."""
     if old.kind == new.kind == "number" and old.number is not new.number:
         return f"a number, {reader}, was of type {old.number.__name__}, is {new.number.__name__}", _NUMBER
+    # Not the same input of the two programs: the difference is elsewhere.
     if (old.kind, old.index) != (new.kind, new.index) or old.type == new.type:
         return None
     advice = _SHAPE if old.type.size != new.type.size else _DTYPE
@@ -147,6 +170,7 @@ def _between_calls(old: Call, new: Call) -> tuple[str, str] | None:
     """Return what tells two calls of one op apart; other types of results alone follow from their inputs."""
     was, now = dict(old.arguments), dict(new.arguments)
     for name in [*now, *(was.keys() - now.keys())]:
+        # ``exact`` tells 1 from 1.0 and True, which are equal in Python.
         if exact(was.get(name)) != exact(now.get(name)):
             text = f"{_said(was, name)}, is {_said(now, name)}"
             return f"argument {name} of {new.op} was {text}", _advice(was.get(name), now.get(name))
@@ -160,6 +184,7 @@ def _between_calls(old: Call, new: Call) -> tuple[str, str] | None:
 def _advice(old: Any, new: Any) -> str:
     if isinstance(old, torch.dtype) or isinstance(new, torch.dtype):
         return _DTYPE
+    # An argument that is a list of integers is a size.
     sizes = [isinstance(value, tuple) and all(type(n) is int for n in value) for value in (old, new)]
     return _SHAPE if all(sizes) else _CONSTANT
 

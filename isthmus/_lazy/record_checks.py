@@ -1,4 +1,10 @@
-"""What a replay would not do again: reading, changing and drawing tensors of the CPU, refused while recording."""
+"""What a replay would not do again: reading, changing and drawing tensors of the CPU, refused while recording.
+
+Ops on the device are recorded; ops on tensors of the CPU run once, now, and a replay leaves them out. That is right for
+tensors that the function has made itself (a constant of the recording) and wrong for all others. ``Capture`` runs the
+function inside of both watches here: ``OpWatch`` sees every op, ``ApiWatch`` the few calls that read a CPU tensor
+without one (``tolist``, ``numpy``). What they refuse raises ``JitError`` with the line and what to do instead.
+"""
 
 from __future__ import annotations
 
@@ -29,23 +35,27 @@ class OpWatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op, or refuse it."""
         kwargs = kwargs or {}
+        # Backward inside the function means that a result's own graph is not needed.
         self.differentiates = self.differentiates or in_backward()
-        given = tensors_in((args, kwargs))
-        if given and not any(t.device.type == "jax" for t in given):
-            self._check(func, given, args, kwargs)
+        tensors = tensors_in((args, kwargs))
+        # Ops of the device are recorded; these would run now and never again.
+        if tensors and not any(t.device.type == "jax" for t in tensors):
+            self._check(func, tensors, args, kwargs)
         result = func(*args, **kwargs)
-        made = [t for t in tensors_in(result) if t.device.type != "jax"]
-        if made and torch.Tag.nondeterministic_seeded in func.tags:
+        # A CPU tensor that was made in here is a constant of the recording, so ops on it are harmless.
+        created = [t for t in tensors_in(result) if t.device.type != "jax"]
+        if created and torch.Tag.nondeterministic_seeded in func.tags:
             raise JitError(
                 f"isthmus.jit: {func} draws random numbers on the CPU ({user_line()}), which a replay would "
                 f'not draw again; draw them on the device, with device="jax"'
             )
-        self.born |= {id(t): t for t in made}
+        self.born |= {id(t): t for t in created}
         return result
 
     def _check(self, func: Any, given: list[Tensor], args: Any, kwargs: Any) -> None:
         if func is torch.ops.aten.lift_fresh.default:
             return  # torch.tensor(...) passes what it has just made through here
+        # A move to the device is repeated by the replay (``Capture.note_host``).
         moves = any(isinstance(v, torch.device) and v.type == "jax" for v in (*args, *kwargs.values()))
         if moves or all(id(t) in self.born for t in given):
             return

@@ -21,10 +21,13 @@ def cause_and_line(because: str = "") -> tuple[str, str]:
     return because or mode.outermost_reason() or _READ, user_line()
 
 
-def note(cause: str, line: str, graph: Graph, known: bool) -> None:
-    """Count a run of a recorded graph, its cause and line, and whether its program was ``known``."""
+def note(cause: str, line: str, graph: Graph, known: bool, refusal: str = "") -> None:
+    """Count a run of a recorded graph, its cause and line, and whether its program was ``known``.
+
+    ``refusal`` says what could not be padded where a program for a range of sizes would have served.
+    """
     counters.count_materialisation(cause, line, known)
     if known:
-        recompile_warnings.calm(line)
+        recompile_warnings.reset(line)
     else:
-        recompile_warnings.note(line, graph)
+        recompile_warnings.note(line, graph, refusal)

@@ -1,6 +1,6 @@
 """The trace: what has been recorded and not run; one for each thread that records, emptied whenever it runs.
 
-There is one ``trace`` object, which shows the trace of its ``owner``. Whoever uses it holds the lock and calls
+There is one ``trace`` object, which shows the trace of its ``owner``. Its users hold the lock and call
 ``enter`` first, which parks the trace of another thread; so a trace costs one comparison an op, and threads that record
 at once do not mix their graphs. A buffer knows who recorded its node (``Buffer.recorder``): another thread that needs
 it has that trace run first.
@@ -29,22 +29,28 @@ from isthmus._runtime.dtypes import to_torch_dtype
 from isthmus._runtime.host_arrays import LARGEST, NUMBER_DTYPES
 
 _NUMBERS = {kind: to_torch_dtype(dtype) for kind, dtype in NUMBER_DTYPES.items()}
-_TYPES = {dtype: Type((), dtype) for dtype in [*_NUMBERS.values(), torch.uint64]}
-_OFFSET = Type((), torch.int64)
-_WORDS = Type((4,), torch.uint32)
+NUMBER_TYPES = {dtype: Type((), dtype) for dtype in [*_NUMBERS.values(), torch.uint64]}
+OFFSET = Type((), torch.int64)
+WORDS = Type((4,), torch.uint32)
+
+
+def number_dtype(value: Any) -> torch.dtype:
+    """Return the dtype in which a Python number enters a program."""
+    return torch.uint64 if type(value) is int and value > LARGEST else _NUMBERS[type(value)]
 
 
 class Trace:
     """Leaves in the order they were met, and the buffers whose contents are nodes."""
 
     def __init__(self) -> None:
+        # Reentrant: recording an op may compile, and compiling runs Python that records.
         self.lock = threading.RLock()
         self.owner = threading.get_ident()
         self.parked: dict[int, dict[str, Any]] = {}
         self.several = False  # whether another thread's trace is parked
         # Nodes of leaves by their place, which all traces share.
         self.known: dict[tuple[int, Signature], Node] = {}
-        self.number_nodes: dict[torch.dtype, list[Node]] = {dtype: [] for dtype in _TYPES}
+        self.number_nodes: dict[torch.dtype, list[Node]] = {dtype: [] for dtype in NUMBER_TYPES}
         self.offset_nodes: list[Node] = []
         self._begin()
 
@@ -54,7 +60,7 @@ class Trace:
         self.origins: list[ref[Buffer]] = []
         self.places: dict[int, int] = {}
         self.array_nodes: list[Node] = []
-        self.numbers: dict[torch.dtype, list[Any]] = {dtype: [] for dtype in _TYPES}
+        self.numbers: dict[torch.dtype, list[Any]] = {dtype: [] for dtype in NUMBER_TYPES}
         self.offsets: list[int] = []
         self.draws: list[Any] = []
         self.generators: list[torch.Generator | None] = []
@@ -62,6 +68,7 @@ class Trace:
         # What buffers made in this trace held before they were written to: an optimizer's moments begin as zeros.
         self.first: dict[int, tuple[ref[Buffer], Node]] = {}
         self.lines: dict[Node, str] = {}
+        # The epoch tells a recipe being made whether the trace was run meanwhile (``node_builder``).
         self.size, self.epoch = 0, next(_epochs)
         self.limit = config.graph_size
         # While a function is captured nothing may run: this makes the error that says so.
@@ -71,6 +78,7 @@ class Trace:
         """Show the trace of this thread; needs the lock."""
         if thread == self.owner:
             return
+        # Only a trace with something in it is parked.
         if self.pending or self.arrays or self.refusal is not None:
             self.parked[self.owner] = {name: vars(self)[name] for name in _OF_A_THREAD}
         self.owner = thread
@@ -79,12 +87,14 @@ class Trace:
             self._begin()
         else:
             vars(self).update(parked)
+        # One test for the entries: with a single trace no buffer need be asked who recorded it.
         self.several = bool(self.parked)
 
     def array(self, buffer: Buffer) -> Node:
         """Return the leaf of a buffer whose contents are an array, or what it holds already."""
         held = buffer.held
         if type(held) is Node:
+            # The node belongs to this trace: it is used as it is.
             if not self.several or buffer.recorder == self.owner:
                 return held
             held = buffer.value  # runs the trace of the thread that recorded it
@@ -101,26 +111,26 @@ class Trace:
         self.arrays.append(held)
         self.origins.append(ref(buffer))
         key = (at, buffer.signature)
-        found = self.known.get(key) or self._new_array(key)
-        self.array_nodes.append(found)
-        return found
+        # The same place and signature give the same node in every step, so graphs are found again.
+        node = self.known.get(key) or self._new_array(key)
+        self.array_nodes.append(node)
+        return node
 
     def _new_array(self, key: tuple[int, Signature]) -> Node:
         at, signature = key
         type = Type(signature.shape, to_torch_dtype(signature.dtype))
-        found = self.known[key] = leaf("array", at, type, sharding=signature.sharding)
-        return found
+        node = self.known[key] = leaf("array", at, type, sharding=signature.sharding)
+        return node
 
     def number(self, value: Any) -> Node:
         """Return a new leaf for a Python number: two that are equal now may not be in the next step."""
+        # A dtype has its own numbering, since numbers of one dtype travel as one array.
         kind = type(value)
-        dtype = _NUMBERS[kind]
-        if kind is int and value > LARGEST:
-            dtype = torch.uint64
+        dtype = number_dtype(value)
         numbers, nodes = self.numbers[dtype], self.number_nodes[dtype]
         at = len(numbers)
         if at == len(nodes):
-            nodes.append(leaf("number", at, _TYPES[dtype], kind))
+            nodes.append(leaf("number", at, NUMBER_TYPES[dtype], kind))
         numbers.append(value)
         return nodes[at]
 
@@ -128,31 +138,34 @@ class Trace:
         """Return a new leaf for where a view starts."""
         at = len(self.offsets)
         if at == len(self.offset_nodes):
-            self.offset_nodes.append(leaf("offset", at, _OFFSET, int))
+            self.offset_nodes.append(leaf("offset", at, OFFSET, int))
         self.offsets.append(value)
         return self.offset_nodes[at]
 
-    def draw(self, given: Any) -> Node:
+    def draw(self, source: Any) -> Node:
         """Return a new leaf for the words a random op draws."""
-        given = given if isinstance(given, torch.Generator) else None
+        source = source if isinstance(source, torch.Generator) and not generator.stands_in(source) else None
         at = len(self.draws)
-        self.draws.append(generator.draw(given))
-        self.generators.append(given)
-        return leaf("draw", at, _WORDS)
+        # Drawn now, in the order of the calls, whatever becomes of the graph.
+        self.draws.append(generator.draw(source))
+        self.generators.append(source)
+        return leaf("draw", at, WORDS)
 
     def hold(self, buffer: Buffer, node: Node) -> None:
         """Make a node the contents of a buffer that exists."""
         buffer.recorder = self.owner
         if type(buffer.held) is Node:
+            # The first node that a buffer of this trace held: what ``programs.restore`` goes back to.
             self.first.setdefault(id(buffer), (ref(buffer), buffer.held))
         else:
             self.pending.append(ref(buffer))
         buffer.held = node
 
     def live(self) -> list[Buffer]:
-        """Return the buffers somebody can still read whose contents are nodes."""
-        found = [reference() for reference in self.pending]
-        return [buffer for buffer in found if buffer is not None and type(buffer.held) is Node]
+        """Return the buffers that are alive and whose contents are nodes."""
+        buffers = [reference() for reference in self.pending]
+        # A buffer may have been written with an array since.
+        return [buffer for buffer in buffers if buffer is not None and type(buffer.held) is Node]
 
     def reset(self) -> None:
         """Forget everything recorded."""
@@ -164,6 +177,7 @@ class Trace:
         self.pending.clear()
         self.first.clear()
         self.lines.clear()
+        # Read again: ``config.graph_size`` may have been changed between two steps.
         self.size, self.limit = 0, config.graph_size
         self.epoch = next(_epochs)
 

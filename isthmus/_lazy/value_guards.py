@@ -26,13 +26,17 @@ import torch
 from isthmus._graph.nodes import Leaf, Node, reachable
 from isthmus._lazy import programs
 from isthmus._lazy.trace import trace
+from isthmus._program.ranged_program import Given, RangedProgram
 
 
 class ValueGuard:
     """A truth computed of arguments, by their places, and what it was when it was read."""
 
     def __init__(self, node: Node, places: Mapping[int, int]) -> None:
-        program: Any = programs.family_of((node,)).find(frozenset())
+        # No donation: the arrays are arguments, and the program that follows reads them too.
+        match = programs.ranged((node,), donate=False)
+        self.sizes = () if match is None else match.sizes
+        program: Any = match.program if match is not None else programs.family_of((node,)).find(frozenset())
         self.program = program
         self.constants = self.program.pack_numbers(trace.numbers, trace.offsets)
         slots: list[int] = [*program.slots]
@@ -43,6 +47,9 @@ class ValueGuard:
         self._remember(arrays)
 
     def _compute(self, arrays: Sequence[Any]) -> Any:
+        if isinstance(self.program, RangedProgram):
+            rest = self.program.compiled.arguments([], self.constants, [])
+            return self.program.run(self.sizes, Given([*arrays]), rest, lambda values, _: values[0])
         return self.program.call(*self.program.arguments([*arrays], self.constants, []))[0]
 
     def _remember(self, arrays: Sequence[Any]) -> None:
@@ -62,12 +69,15 @@ class ValueGuard:
 
 def guarded(node: object, places: Mapping[int, int]) -> ValueGuard | None:
     """Return the guard of a value that is read; None where it is no truth, or not computed of arguments alone."""
+    # One byte: a single boolean.
     if type(node) is not Node or node.type.dtype != torch.bool or node.type.nbytes != 1:
         return None
     leaves = [n.call for n in reachable([node]) if isinstance(n.call, Leaf)]
     arrays = [leaf.index for leaf in leaves if leaf.kind == "array"]
+    # A draw would make another value each time.
     if any(leaf.kind not in ("array", "number", "offset") for leaf in leaves):
         return None
+    # Arrays that the function did not get as arguments change between calls, out of sight.
     if not all(id(trace.origins[at]()) in places for at in arrays):
         return None
     return ValueGuard(node, places)

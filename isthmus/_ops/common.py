@@ -11,6 +11,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ import torch
 from jax import lax
 from jax.typing import DTypeLike
 
-from isthmus._graph.private import Promotion, elementwise_dtypes
+from isthmus._graph.promotion import Promotion, elementwise_dtypes
 from isthmus._runtime import compiler
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
 
@@ -230,8 +231,13 @@ def _dimension() -> type:
 
 
 def is_dimension(value: object) -> bool:
-    """Return whether a size is a symbol of JAX's, known only when an exported program runs."""
-    return compiler.is_portable() and isinstance(value, _dimension())
+    """Return whether a size is a symbol of JAX's, known only when a program for many sizes runs."""
+    return isinstance(value, _dimension())
+
+
+def numbers(*sizes: object) -> ModuleType:
+    """Return the module that computes with these sizes: numpy, or ``jax.numpy`` where one of them is a symbol."""
+    return jnp if any(map(is_dimension, sizes)) else np
 
 
 def wrap_dim(dim: int, ndim: int) -> int:

@@ -13,7 +13,8 @@ from typing import TypeVar
 import jax.numpy as jnp
 
 from isthmus._graph.names import Missing
-from isthmus._graph.private import Op, Promotion
+from isthmus._graph.private import Op
+from isthmus._graph.promotion import Promotion
 from isthmus._ops.common import ALWAYS_BOOL, DEFAULT, Array, Dtypes, Operand, cast, promote
 from isthmus._ops.known_schemas import arguments_of
 from isthmus._ops.registry import lowering

@@ -79,6 +79,7 @@ def known_forms() -> dict[str, list[Form]]:
     forms: dict[str, list[Form]] = {}
     for line in FILE.read_text(encoding="utf-8").splitlines():
         op, _, rest = line.removesuffix(")").partition("(")
+        # Types have no ", " in them, so this finds the arguments.
         pairs = [pair.split(": ") for pair in rest.split(", ") if pair]
         forms.setdefault(op, []).append(tuple((name, kind) for name, kind in pairs))
     return forms
@@ -94,8 +95,10 @@ def match(schema: Schema) -> Match | None:
         return Match(schema.arguments, (form_of(schema),))
     for form in forms:
         names = {name for name, _ in form}
+        # An argument that is new and has a default may be left out; one without must be in the form.
         arguments = tuple(a for a in schema.arguments if a.name in names or not a.has_default)
         if tuple((a.name, a.type) for a in arguments) == form:
+            # Forms that differ in names alone: the lowering's parameters say which of them it was written for.
             kinds = [kind for _, kind in form]
             return Match(arguments, tuple(f for f in forms if [kind for _, kind in f] == kinds))
     return None

@@ -23,29 +23,21 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
+from typing import TypedDict, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
 
+from isthmus._graph.arguments import AnyFunction, Value
 from isthmus._graph.names import Missing
 from isthmus._graph.private import Op, OpOverload
 from isthmus._graph.schema import PLACEMENT, Schema, schema_of
 from isthmus._ops import known_schemas
 from isthmus._ops.common import DType, Dtypes, accumulation_dtype, cast
+from isthmus._runtime.user_frames import Place
 from isthmus.errors import SchemaError, Unsupported
 
-Value = Any  # type: ignore[explicit-any]
-"""An argument or result of a call: an array, a ``Number``, a Python value, a list of them; its schema says which."""
-AnyFunction = Callable[..., Value]  # type: ignore[explicit-any]
 Function = TypeVar("Function", bound=AnyFunction)
-
-
-class Place(NamedTuple):
-    """The line that registers a lowering: of a function its decorator, of a table the statement that reads it."""
-
-    file: str
-    line: int
 
 
 @dataclass(frozen=True)
@@ -55,6 +47,7 @@ class Lowering:
     op: Op
     function: AnyFunction
     place: Place
+    """The line that registers it: of a function its decorator, of a table the statement that reads it."""
     dynamic: frozenset[str]
     parameters: frozenset[str]
     ignored: frozenset[str]

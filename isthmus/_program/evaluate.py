@@ -26,9 +26,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,13 +40,14 @@ from isthmus._device.core.decompose import to_arrays
 from isthmus._device.core.generator import random_key
 from isthmus._device.core.host_tensors import array_from_cpu
 from isthmus._device.core.slots import store
-from isthmus._graph.arguments import flatten
+from isthmus._graph.arguments import AnyFunction, Arguments, Value, flatten
 from isthmus._graph.graph import Graph, arguments_of, evaluate, fill
-from isthmus._graph.nodes import Call, Item, Node, Type
+from isthmus._graph.nodes import Call, Callee, Item, Node, Type
 from isthmus._graph.private import OpOverload
 from isthmus._graph.schema import PLACEMENT, schema_of
 from isthmus._ops import families  # noqa: F401  # importing it files every lowering
-from isthmus._ops.common import Number, cast, is_dimension
+from isthmus._ops.common import Ints, Number, cast, is_dimension
+from isthmus._ops.linalg.transposed_products import written_out
 from isthmus._ops.registry import Lowering, lowering_of
 from isthmus._ops.tensors.views import VIEWS
 from isthmus._ops.value_checks import Checks, collecting, require
@@ -56,7 +56,6 @@ from isthmus._runtime.host_arrays import NUMBER_DTYPES
 from isthmus.errors import IsthmusError, LoweringError, Unsupported
 
 Array = jax.Array
-Arguments = dict[str, Any]
 _aten = torch.ops.aten
 
 
@@ -79,7 +78,7 @@ class Evaluated:
 
 def run(
     graph: Graph,
-    values: Sequence[Any],
+    values: Sequence[Value],
     differentiable: bool = False,
     lines: Mapping[Node, str] | None = None,
 ) -> Evaluated:
@@ -91,22 +90,27 @@ def run(
     differentiate, plain writes are used instead.
     """
     nodes: list[Node] = []
+    # Which of several results are read: a lowering may leave the others out, or return them in another size.
     used = {n.inputs[0]: set[int]() for n in graph.nodes if isinstance(n.call, Item)}
     for n in graph.nodes:
         if isinstance(n.call, Item):
             used[n.inputs[0]].add(n.call.index)
 
-    def call(node: Node, inputs: list[Any]) -> Any:
+    def call(node: Node, inputs: list[Value]) -> Value:
         assert isinstance(node.call, Call)
         try:
             line = lines.get(graph.origins.get(node, node)) if lines else None
             with jax.named_scope(line) if line else contextlib.nullcontext():
+                # XLA is slow at such products on the CPU: see ``transposed_products.py``.
+                if _is_transposed_product(node):
+                    inputs = [written_out(*inputs), inputs[1]]
                 result = run_call(node.call, inputs, differentiable)
             _check(node.call, result, used.get(node))
         except CallFailure:
             raise
         except Exception as error:
             raise CallFailure(node, error) from error
+        # One entry for each check that this call has added, so that the i-th node is that of the i-th check.
         nodes.extend([node] * (len(checks.flags) - len(nodes)))
         return result
 
@@ -115,22 +119,35 @@ def run(
     return Evaluated(outputs, checks, nodes)
 
 
-def run_call(call: Call, inputs: Sequence[Any], differentiable: bool = False) -> Any:
+def _is_transposed_product(node: Node) -> bool:
+    """Return whether a node is a product of two matrices whose left one is transposed."""
+    assert isinstance(node.call, Call)
+    if node.call.op is not _aten.mm.default or len(node.inputs) != 2:
+        return False
+    left = node.inputs[0].call
+    return isinstance(left, Call) and left.op is _aten.permute.default
+
+
+def run_call(call: Call, inputs: Sequence[Value], differentiable: bool = False) -> Value:
     """Compute one call on arrays; a list where it has several results."""
     op = call.op
     arguments = arguments_of(call, inputs)
     if not isinstance(op, OpOverload):
         return _flat(call, op(*arguments.values()))
+    # Before ``VIEWS``: it alone needs to know whether JAX may differentiate.
+    # Not in ``RULES`` either, which get no such flag.
     if op is _aten.as_strided_scatter.default:
         return _scatter(differentiable, **arguments)
     if op in RULES:
         return _flat(call, RULES[op](call, **_without_placement(arguments)))
     if op in VIEWS:
         return _flat(call, VIEWS[op](*arguments.values()))
+    # A decision that depends on strides was made when the call was recorded, and must be made alike.
     if call.layouts is not None:
         return _flat(call, _on_device(call, inputs))
     lowering = lowering_of(op)
     if lowering is not None:
+        # A recorded call knows its place in the draw of the whole graph.
         key = random_key(inputs[-1], call.draw) if call.random else None
         with _context(call):
             return _flat(call, lower(lowering, arguments, key))
@@ -141,7 +158,7 @@ def run_call(call: Call, inputs: Sequence[Any], differentiable: bool = False) ->
         return _flat(call, decomposition({name: _as_jax(value) for name, value in arguments.items()}))
 
 
-def _flat(call: Call, result: Any) -> Any:
+def _flat(call: Call, result: Value) -> Value:
     results = flatten(result)
     return results[0] if len(call.types) == 1 and len(results) == 1 else results
 
@@ -150,13 +167,14 @@ def _without_placement(arguments: Arguments) -> Arguments:
     return {name: value for name, value in arguments.items() if name not in PLACEMENT}
 
 
-def lower(lowering: Lowering, arguments: Arguments, key: Array | None = None) -> Any:
-    """Return what a lowering computes; ``key`` is the JAX key of a random op."""
+def lower(lowering: Lowering, arguments: Arguments, key: Array | None = None) -> Value:
+    """Return the results of a lowering; ``key`` is the JAX key of a random op."""
     if lowering.size is not None:
         raise Unsupported(f"{lowering.op} has no lowering with sizes known beforehand")
     named = {
         name: _as_jax(value, name in lowering.dynamic)
         for name, value in arguments.items()
+        # A generator was replaced by words when the call was recorded.
         if name != "generator"
     }
     if lowering.random:
@@ -164,7 +182,7 @@ def lower(lowering: Lowering, arguments: Arguments, key: Array | None = None) ->
     return lowering(named)
 
 
-def _as_jax(value: Any, dynamic: bool = False) -> Any:
+def _as_jax(value: Value, dynamic: bool = False) -> Value:
     """Return an argument as a lowering takes it: JAX's dtypes, and a ``Number`` for a number it treats as a value."""
     if isinstance(value, (list, tuple)):
         return [_as_jax(item, dynamic) for item in value]
@@ -174,9 +192,8 @@ def _as_jax(value: Any, dynamic: bool = False) -> Any:
         return array_from_cpu(value)
     if dynamic and type(value) in NUMBER_DTYPES:
         return Number(jnp.asarray(np.asarray(value, NUMBER_DTYPES[type(value)])), type(value))
-    if dynamic and is_dimension(
-        value
-    ):  # in the place of a number, it is one that the exported program finds out
+    # In the place of a number, a dimension is one that the exported program finds out.
+    if dynamic and is_dimension(value):
         return Number(jnp.asarray(value, jnp.int64), int)
     return value
 
@@ -189,6 +206,8 @@ def _context(call: Call) -> Iterator[None]:
     if now == (dtype, precision or now[1]):
         yield
         return
+    # Lowerings and decompositions ask torch for both, and run long after the user's line may have changed them.
+    # Both are process-wide in torch, so they are put back whatever the lowering raises.
     torch.set_default_dtype(dtype)
     torch.set_float32_matmul_precision(precision or now[1])
     try:
@@ -198,18 +217,19 @@ def _context(call: Call) -> Iterator[None]:
         torch.set_float32_matmul_precision(now[1])
 
 
-def _check(call: Call, result: Any, used: set[int] | None) -> None:
+def _check(call: Call, result: Value, used: set[int] | None) -> None:
     """Refuse a result of another shape or dtype than torch's; of several, those that nothing reads may be anything."""
     if len(call.types) == 1 and not isinstance(result, list):
         _check_one(call, call.types[0], result)
         return
+    # Results that are not read have no ``Item`` node.
     for index in used or ():
         if index >= len(result):
             raise LoweringError(f"the lowering of {call.op} gave {len(result)} results of {len(call.types)}")
         _check_one(call, call.types[index], result[index])
 
 
-def _check_one(call: Call, wanted: Type | None, result: Any) -> None:
+def _check_one(call: Call, wanted: Type | None, result: Value) -> None:
     if wanted is None or not isinstance(result, (jax.Array, np.ndarray)):
         return
     if to_torch_dtype(result.dtype) != wanted.dtype or not _same_size(result.shape, wanted.size):
@@ -219,17 +239,17 @@ def _check_one(call: Call, wanted: Type | None, result: Any) -> None:
         )
 
 
-def _same_size(size: Sequence[Any], wanted: Sequence[Any]) -> bool:
+def _same_size(size: Sequence[Value], wanted: Sequence[Value]) -> bool:
     """Return whether sizes agree; of dimensions of an exported program JAX cannot always tell."""
     known = [(a, b) for a, b in zip(size, wanted, strict=False) if isinstance(a, int) and isinstance(b, int)]
     return len(size) == len(wanted) and all(a == b for a, b in known)
 
 
-def _on_device(call: Call, inputs: Sequence[Any]) -> Any:
-    """Return what the device's own kernel computes for tensors of the call's layouts that hold these arrays."""
+def _on_device(call: Call, inputs: Sequence[Value]) -> Value:
+    """Return the results of the device's own kernel on tensors of the call's layouts that hold these arrays."""
     layouts = iter(call.layouts or ())
 
-    def tensor(value: Any) -> Any:
+    def tensor(value: Value) -> Value:
         if isinstance(value, (list, tuple)):
             return [tensor(item) for item in value]
         if not isinstance(value, jax.Array):
@@ -240,28 +260,37 @@ def _on_device(call: Call, inputs: Sequence[Any]) -> Any:
     # In the order of the layouts: that of the call's arguments.
     arguments = {name: tensor(fill(value, inputs)) for name, value in call.arguments}
     if any(argument.name == "device" for argument in schema_of(call.op).arguments):
+        # The recorded call may name no device; a factory would make its result on the CPU.
         arguments["device"] = "jax"
     with torch.no_grad():
         return to_arrays(call.op(**arguments))
 
 
 def _scatter(
-    differentiable: bool, self: Array, src: Array, size: Any, stride: Any, storage_offset: Any = None
+    differentiable: bool,
+    self: Array,
+    src: Array,
+    size: Ints,
+    stride: Ints,
+    storage_offset: Array | int | None = None,
 ) -> Array:
     write = strided.write if differentiable else strided.write_bits
     return write(self, src, tuple(size), tuple(stride), 0 if storage_offset is None else storage_offset)
 
 
-def _as_strided(call: Call, self: Array, size: Any, stride: Any, storage_offset: Any = None) -> Array:
+def _as_strided(
+    call: Call, self: Array, size: Ints, stride: Ints, storage_offset: Array | int | None = None
+) -> Array:
     return strided.read(self, tuple(size), tuple(stride), 0 if storage_offset is None else storage_offset)
 
 
-def _batch_norm(call: Call, **arguments: Any) -> list[Array]:
+def _batch_norm(call: Call, **arguments: Value) -> list[Array]:
     """Return a normalized batch and its statistics, each as torch announced it.
 
     Outside training the CPU saves no statistics where the device saves them; and torch infers the statistics of half
     types as float32 or not, by version and by what decomposes the op.
     """
+    assert isinstance(call.op, OpOverload)
     lowering = lowering_of(call.op)
     assert lowering is not None
     results = lower(lowering, arguments)
@@ -273,7 +302,7 @@ def _batch_norm(call: Call, **arguments: Any) -> list[Array]:
     return sized
 
 
-def _zeros(call: Call, **arguments: Any) -> Array:
+def _zeros(call: Call, **arguments: Value) -> Array:
     (wanted,) = call.types
     assert wanted is not None
     return jnp.zeros(wanted.size, to_jax_dtype(wanted.dtype))
@@ -288,7 +317,7 @@ def _repeat_interleave(call: Call, repeats: Array, output_size: int | None = Non
     return jnp.repeat(jnp.arange(repeats.size, dtype=repeats.dtype), repeats, total_repeat_length=output_size)
 
 
-RULES: dict[Any, Callable[..., Any]] = {
+RULES: dict[Callee, AnyFunction] = {
     _aten.as_strided.default: _as_strided,
     _aten._native_batch_norm_legit_functional.default: _batch_norm,
     _aten._native_batch_norm_legit_no_training.default: _batch_norm,

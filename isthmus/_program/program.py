@@ -25,19 +25,21 @@ is complete when ``__init__`` returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Protocol
 
 import jax
 import numpy as np
 import torch
 
 from isthmus._device.checks.value_checks import Conditions
-from isthmus._device.core.resident_state import Packing
+from isthmus._device.core.resident_state import Kind, Packing
+from isthmus._graph.arguments import AnyFunction, Value
 from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import Leaf, Node, Type
-from isthmus._ops.common import Number
+from isthmus._ops.common import DType, HostArray, Number
+from isthmus._ops.value_checks import Error
 from isthmus._program import evaluate
 from isthmus._program.evaluate import CallFailure
 from isthmus._runtime import compiler, placement
@@ -48,6 +50,9 @@ from isthmus._runtime.traced_results import separated
 
 Array = jax.Array
 Places = int | tuple[int, ...]
+Words = HostArray
+"""A random draw: its seed and offset as four 32-bit words."""
+Example = jax.ShapeDtypeStruct | tuple["Example", ...]
 _NONE: Mapping[int, Sharding] = {}
 
 
@@ -63,7 +68,15 @@ STATELESS = StateLayout()
 NO_LINES: Mapping[Node, str] = {}
 
 
-def _alone(graph: Graph) -> Any:
+class Spread(Protocol):
+    """What compiles and runs a graph over several processes."""
+
+    @property
+    def build(self) -> AnyFunction:
+        """Compile, as ``compiler.build`` does for one process."""
+
+
+def _alone(graph: Graph) -> Spread | None:
     """Return None: without groups of ``torch.distributed`` every graph is a program of this process."""
 
 
@@ -77,7 +90,7 @@ across = _alone
 class CheckedConditions(Conditions):
     """Value checks whose errors name the line that recorded the op, where it is known."""
 
-    def __init__(self, errors: Sequence[tuple[type[Exception], str]], nodes: Sequence[Node]) -> None:
+    def __init__(self, errors: Sequence[Error], nodes: Sequence[Node]) -> None:
         super().__init__()
         self.errors, self.nodes = errors, nodes
         self.lines = NO_LINES
@@ -86,6 +99,7 @@ class CheckedConditions(Conditions):
         """Return the exception for one of the checks."""
         error, message = self.errors[at]
         line = self.lines.get(self.nodes[at])
+        # Only modes that record lines have some.
         return error(f"{message} (recorded at {line})" if line else message)
 
 
@@ -123,10 +137,11 @@ class CompiledProgram:
         constants: Mapping[int, int] | None = None,
         moving: Sequence[int] = (),
         differentiable: bool = False,
-        build: Callable[..., Any] | None = None,
-        options: Mapping[str, Any] | None = None,
+        build: AnyFunction | None = None,
+        options: Mapping[str, str | bool | int] | None = None,
         title: str = "a program",
     ) -> None:
+        # All arguments but the state, for ``unbundled``: the graph is needed to trace the program once more.
         self._rebuild = lambda state: CompiledProgram(
             graph,
             arrays,
@@ -151,40 +166,50 @@ class CompiledProgram:
         self.packing = Packing(state.pairs, kinds, state.bundled)
         self.constant_offsets, self.moving = dict(constants or {}), list(moving)
         self.numbers = _pack_sizes(leaves)
+        # Draws are numbered from 0; a graph that reads only the third still gets three.
         self.draws = 1 + max((leaf.index for leaf in leaves if leaf.kind == "draw"), default=-1)
         self.donated, self._differentiable = tuple(donate), differentiable
         self._packed: dict[torch.dtype, tuple[bytes, Array]] = {}
+        # State comes first among the arguments, so positions of slots move up by as many.
         count = len(self.packing)
         donated = (*range(count), *[count + at for at in self.donated])
+        # ``separated`` hands back what tracing finds out beside the arrays.
         arrays_of, extras = separated(self._trace)
         try:
             spread = across(graph)
+            # A graph with collectives is compiled for all ranks, also where the caller has a ``build`` of its own.
             make = spread.build if spread is not None else build or compiler.build
             self.executable = make(arrays_of, self._examples(kinds), donated, options, title)
         except CallFailure as failure:
             # Named by the node that was recorded, not by what passes made of it.
             raise CallFailure(graph.origins.get(failure.node, failure.node), failure.cause) from failure.cause
         self.call = self.executable.call
+        # ``extras`` has one entry per trace, and a program is traced once unless JAX had to begin again.
         self.checks = CheckedConditions(*extras[-1])
+        # Made once: a program that checks nothing takes this 0 at every call (``runner.compute``).
         self.nothing_failed = self.checks.before()
 
-    def _examples(self, kinds: Mapping[int, Any]) -> list[Any]:
+    def _examples(self, kinds: Mapping[int, Kind]) -> list[Example]:
         """Return the shape and dtype of each argument."""
 
-        def example(places: Places) -> Any:
+        def example(places: Places) -> Example:
             if isinstance(places, tuple):
                 return tuple(example(place) for place in places)
             return placement.example(*kinds[places])
 
-        rest: list[Any] = [((n,), to_jax_dtype(dtype)) for dtype, n in self.numbers.items()]
+        rest: list[tuple[tuple[int, ...], DType]] = [
+            ((n,), to_jax_dtype(dtype)) for dtype, n in self.numbers.items()
+        ]
+        # An argument that would be empty is left out: each costs microseconds per call.
         rest += [((len(self.moving),), np.dtype(np.int64))] if self.moving else []
         rest += [((self.draws, 4), np.dtype(np.uint32))] if self.draws else []
         rest += [((), np.dtype(np.int32))]
         state = [placement.example(*kind) for kind in self.packing.examples()]
         return [*state, *map(example, self.slots), *[jax.ShapeDtypeStruct(*kind) for kind in rest]]
 
-    def _trace(self, *inputs: Any) -> tuple[tuple[Any, ...], tuple[list[Any], list[Node]]]:
+    def _trace(self, *inputs: Value) -> tuple[tuple[Value, ...], tuple[list[Error], list[Node]]]:
         """Compute new state, results and the check code; the errors of the checks and their nodes are extra."""
+        # In the order of ``_examples``: state, slots, numbers, offsets, draws, check code.
         left = iter(inputs)
         arrays: dict[int, Array] = self.packing.unpack(left)
         for places in self.slots:
@@ -195,24 +220,27 @@ class CompiledProgram:
         draws = next(left) if self.draws else ()
         before = next(left)
 
-        def value_of(leaf: Leaf) -> Any:
+        def value_of(leaf: Leaf) -> Array | Number | int:
             if leaf.kind == "array":
                 return arrays[leaf.index]
             if leaf.kind == "number":
                 return Number(numbers[leaf.type.dtype][leaf.index], leaf.number)
             if leaf.kind == "draw":
                 return draws[leaf.index]
+            # An offset that moved once is an input; until then it is a constant, which XLA folds.
             return offsets[leaf.index] if leaf.index in offsets else self.constant_offsets[leaf.index]
 
         values = [value_of(n.call) for n in self.graph.inputs if isinstance(n.call, Leaf)]
         run = evaluate.run(self.graph, values, self._differentiable, self._lines)
         outputs = list(run.outputs)
+        # With a mesh, and where the caller must know how a result is split.
         for at, sharding in self._constraints.items():
             outputs[at] = placement.constrain(outputs[at], sharding)
 
-        def result(places: Places) -> Any:
+        def result(places: Places) -> Array | tuple[Array, ...]:
             return tuple(outputs[at] for at in places) if isinstance(places, tuple) else outputs[places]
 
+        # A graph without checks returns no code: one result less per call.
         code = [run.checks.first_failed(before)] if run.checks.errors else []
         origins = [self.graph.origins.get(node, node) for node in run.nodes]
         # State first: XLA gives donated memory to the first result that fits it.
@@ -224,10 +252,11 @@ class CompiledProgram:
         return [self]
 
     @property
-    def result_shardings(self) -> list[Any] | None:
+    def result_shardings(self) -> list[Sharding | tuple[Sharding, ...]] | None:
         """Return how each result is split, a tuple for one that is a tuple; None on one device."""
         if self.executable.shardings is None:
             return None
+        # State comes first among the results, and is not among these.
         flat = iter(self.executable.shardings[len(self.packing) :])
         return [
             tuple([next(flat) for _ in places]) if isinstance(places, tuple) else next(flat)
@@ -243,29 +272,36 @@ class CompiledProgram:
         """Return where each result is among those that ``runner.run`` hands to its caller."""
         return {places: n for n, places in enumerate(self.results)}
 
-    def pack_numbers(self, numbers: Mapping[torch.dtype, list[Any]], offsets: Sequence[int]) -> list[Array]:
+    def pack_numbers(
+        self, numbers: Mapping[torch.dtype, list[complex]], offsets: Sequence[int]
+    ) -> list[Array]:
         """Return the arguments made of numbers, by their dtype, and of the offsets that move."""
         packs = [self._pack(dtype, numbers[dtype][:count]) for dtype, count in self.numbers.items()]
         if self.moving:
             packs.append(from_numpy(np.array([offsets[at] for at in self.moving], np.int64)))
         return packs
 
-    def _pack(self, dtype: torch.dtype, numbers: list[Any]) -> Array:
+    def _pack(self, dtype: torch.dtype, numbers: list[complex]) -> Array:
         """Return numbers as one array; the array of the last run, if they are the same."""
+        # Compared as bytes: 0.0 == -0.0, and nan != nan would upload at every step.
         packed = np.array(numbers, to_jax_dtype(dtype))
         data = packed.tobytes()
+        # Learning rates seldom change from one step to the next, so the array of the last run is used again.
         last = self._packed.get(dtype)
         if last is None or last[0] != data:
             last = self._packed[dtype] = (data, from_numpy(packed))
         return last[1]
 
-    def arguments(self, arrays: list[Array], constants: Sequence[Any], draws: Sequence[Any]) -> list[Any]:
+    def arguments(
+        self, arrays: list[Array], constants: Sequence[Array], draws: Sequence[Words]
+    ) -> list[Value]:
         """Return the arguments of ``call`` after the state."""
+        # One array for all draws of a call.
         words = [np.stack(draws[: self.draws])] if self.draws else []
         return [*arrays, *constants, *words, self.checks.before()]
 
     def report(
-        self, outputs: Sequence[Any], lines: Mapping[Node, str] = NO_LINES, auto: str = "later"
+        self, outputs: Sequence[Value], lines: Mapping[Node, str] = NO_LINES, auto: str = "later"
     ) -> None:
         """Raise for a value check that failed in a run with these outputs, now or at the next read of a value.
 

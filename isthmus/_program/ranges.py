@@ -6,50 +6,32 @@ into a template, the graph is lifted to symbolic sizes and traced once, and from
 the template runs on padded arrays (``_runtime/padding``). ``_lazy/ranges.py`` calls it, and nothing here knows of lazy
 mode::
 
-    match = find(graph, given, options)                     # None: compile exactly
+    match = find(graph, given, options)                     # None: compile exactly; so does whoever catches Refused
     match.program.run(match.sizes, given(match.program.slots), rest, commit)
 
-Views are read through their strides, which are not linear in sizes. So ``without_strides`` first writes each strided
-read and write as a slice of a grid (``strided.find_grid``), whose integers are.
-
-What cannot be padded is counted (``refusals``) and compiled exactly. Outputs whose sizes vary are ``Slack``. Arrays
-that die, which the caller names by slot, and arrays that are padded for the call are donated.
+Strided reads and writes of views become slices of grids first (``strided_slices.py``), since strides are not linear in
+sizes. The program itself is in ``ranged_program.py``. What cannot be padded raises ``Refused``, which says what it is;
+callers count it (``note``) and compile exactly.
 """
 
 from __future__ import annotations
 
-import math
-import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
-
-import jax
-import jax.numpy as jnp
-import numpy as np
-import torch
-from jax import lax
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 
 from isthmus import config
 from isthmus._caches import LruCache
-from isthmus._device.core import donation, strided
-from isthmus._device.core.host_tensors import copied
-from isthmus._device.core.slack import Slack, padded
 from isthmus._graph.graph import Graph
-from isthmus._graph.nodes import Call, Input, Leaf, Node, call_of, node, temporary
-from isthmus._graph.passes.rewrite import rewrite
-from isthmus._graph.size_templates import Ints, Skeleton, Template, generalise, skeleton
-from isthmus._program.program import CompiledProgram
+from isthmus._graph.nodes import Leaf, temporary
+from isthmus._graph.size_guesses import generalise, hints
+from isthmus._graph.size_templates import Ints, Skeleton, Template, skeleton
+from isthmus._program.program import STATELESS, StateLayout
+from isthmus._program.ranged_program import Given, RangedProgram, XlaOptions
+from isthmus._program.strided_slices import Offsets, without_strides
 from isthmus._runtime import counters
-from isthmus._runtime.padding.program import PaddedExecutable, PaddedProgram, symbolic_axes
-from isthmus._runtime.padding.sizes import Refused, Sizes, symbols
+from isthmus._runtime.padding.sizes import Refused
 
-Array = jax.Array
-T = TypeVar("T")
-_aten = torch.ops.aten
-# Runs in a narrow range of sizes that pay for a program of its own.
-_OFTEN = 32
 # Half types are rounded after every op, as they are when ops run one by one.
 OPTIONS = {"xla_allow_excess_precision": False}
 # After so many graphs of one skeleton that no template fits, its sizes are compiled exactly.
@@ -59,203 +41,124 @@ refusals: Counter[str] = Counter()
 """How many graphs are compiled exactly, by the primitive that padding refused and why."""
 
 
-@dataclass(frozen=True)
-class Given:
-    """The arrays of a call, by slot: exact ones or ``Slack``; and the slots whose arrays nothing else holds."""
+GivenFor = Callable[[list[int]], Given]
+"""Gives the arrays of these leaves."""
 
-    arrays: list[Any]
-    dying: frozenset[int] = frozenset()
+
+Limits = Mapping[tuple[int, int], int]
+"""The largest size of dims of array leaves: by leaf and dim."""
+NO_LIMITS: Limits = {}
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """How a template is made of samples (``generalise``), where the first was refused: by ``after``, None for all."""
+
+    least: int | None
+    bold: bool = False
+    in_units: bool = False
+    after: str | None = None
+
+
+# Where a lowering asks whether a size is 1, it is not padded for 1; nearly none does. One that asks whether it is less
+# than a number of its own, as the k of ``topk``, is padded for sizes from the smallest seen. One that divides a size,
+# as into patches, is padded for multiples.
+_ATTEMPTS = (
+    _Attempt(1),
+    _Attempt(2),
+    _Attempt(None, after="trace"),
+    _Attempt(1, in_units=True),
+    _Attempt(1, bold=True),
+    _Attempt(2, bold=True),
+    _Attempt(1, bold=True, in_units=True),
+)
 
 
 class SizeFamily:
     """The graphs of one skeleton: the integers seen so far, and the program for a range of their sizes."""
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        self.options = options
+    def __init__(
+        self,
+        options: XlaOptions,
+        state: StateLayout = STATELESS,
+        results: tuple[int, ...] | None = None,
+        limits: Limits = NO_LIMITS,
+    ) -> None:
+        self.options, self.state, self.results, self.limits = options, state, results, limits
         self.samples: list[Ints] = []
+        self.tries = 0
         self.template: Template | None = None
         self.program: RangedProgram | None = None
+        # Why graphs of other sizes are compiled exactly, if they are.
+        self.refused: Refused | None = None
+        # How many transfers there had been when its first graph came (``find_one_size``).
+        self.since = 0
 
-    def match(self, graph: Graph, found: Skeleton, given: Given) -> tuple[RangedProgram, Ints] | None:
-        """Return the program and the sizes for a graph; None where it is to be compiled exactly."""
-        sizes = self.template.match(found.ints) if self.template is not None else None
+    def sizes_of(self, found: Skeleton) -> Ints | None:
+        """Return the sizes for which the program that is there serves a graph; None if it does not."""
+        return self.template.match(found.ints) if self.template is not None else None
+
+    def match(self, graph: Graph, found: Skeleton, given: GivenFor) -> tuple[RangedProgram, Ints] | None:
+        """Return the program and the sizes for a graph, None for the first one; raise Refused where there is none."""
+        sizes = self.sizes_of(found)
         if sizes is not None and self.program is not None:
-            return (self.program, sizes) if _is_prepared(self.program, sizes, given) else None
-        if found.ints not in self.samples and len(self.samples) < _SAMPLES:
+            self.program.prepare(sizes, given(self.program.slots))
+            return self.program, sizes
+        if found.ints not in self.samples and self.tries < _SAMPLES:
             self.samples.append(found.ints)
+            self.tries += 1
             if len(self.samples) > 1:
                 sizes = self._generalise(graph, found, given)
+        elif self.refused is not None and found.ints != self.samples[0]:
+            raise self.refused
         return (self.program, sizes) if sizes is not None and self.program is not None else None
 
-    def _generalise(self, graph: Graph, found: Skeleton, given: Given) -> Ints | None:
-        template = generalise(self.samples, found.dims)
-        if template is None:
-            refusals["a size that no array has"] += 1
-            return None
-        sizes = template.match(found.ints)
-        if sizes is None:  # the first graph had a size of 0 or 1
-            return None
-        try:
-            program = RangedProgram(graph, template, self.options)
-        except Refused as error:
-            _note(error)
-            return None
-        if not _is_prepared(program, sizes, given):
-            return None
-        self.template, self.program = template, program
-        return sizes
+    def _generalise(self, graph: Graph, found: Skeleton, given: GivenFor) -> Ints | None:
+        refused, known = None, hints(graph)
+        tried: list[Template] = []
+        for attempt in _ATTEMPTS:
+            if refused is not None and attempt.after not in (None, refused.primitive):
+                continue
+            template = generalise(
+                self.samples, found.dims, attempt.least, known, attempt.bold, attempt.in_units
+            )
+            if template is None and refused is None:
+                self.refused = Refused("sizes", "one of them is not that of an array")
+                raise self.refused
+            if template is None or template in tried:
+                continue
+            tried.append(template)
+            sizes = template.match(found.ints)
+            if sizes is None:  # the first graph had a size of 0
+                return None
+            try:
+                most = self._most(graph, template)
+                program = RangedProgram(graph, template, self.options, self.state, self.results, most)
+                program.prepare(sizes, given(program.slots))
+            except Refused as error:
+                refused = refused or error
+                continue
+            self.template, self.program, self.refused = template, program, None
+            return sizes
+        assert refused is not None
+        self.refused = refused
+        raise refused
+
+    def _most(self, graph: Graph, template: Template) -> list[int | None]:
+        """Return the largest size announced for each size of a template, None for others."""
+        found = skeleton(graph)
+        assert found is not None
+        dims = [(leaf, d) for leaf, size in _leaf_sizes(graph) for d in range(len(size))]
+        owner = dict(zip(found.dims, dims, strict=True))
+        # A size of what is computed from no array, as by arange, has no owner.
+        limits = [self.limits[owner[p]] if owner.get(p) in self.limits else None for p in template.places]
+        return [None if n is None else n // unit for n, unit in zip(limits, template.units, strict=True)]
 
 
-def _note(error: Refused) -> None:
+def note(error: Refused) -> None:
     """Count a graph that is compiled exactly."""
     counters.count("sizes refused")
     refusals[str(error)] += 1
-
-
-def _is_prepared(program: RangedProgram, sizes: Ints, given: Given) -> bool:
-    """Compile a program for these sizes, if it is not yet; return whether padding allows it."""
-    try:
-        program.prepare(sizes, given)
-    except Refused as error:
-        _note(error)
-        return False
-    return True
-
-
-class RangedProgram:
-    """A graph lifted to symbolic sizes: one trace, one executable per set of padded sizes."""
-
-    def __init__(self, graph: Graph, template: Template, options: Mapping[str, Any]) -> None:
-        self._options = options
-        names = [f"size{n}" for n in range(len(template.places))]
-        self.least = dict(zip(names, template.least, strict=True))
-        self.names, self._dims = names, symbols(self.least)
-        lifted = template.lift(graph, [self._dims[name] for name in names])
-        self.nodes, self.count = lifted.nodes, len(lifted.outputs)
-        leaves = [n.call for n in lifted.inputs if isinstance(n.call, Leaf) and n.call.kind == "array"]
-        try:
-            self.compiled = CompiledProgram(
-                lifted,
-                {leaf.index: leaf.type for leaf in leaves},
-                [leaf.index for leaf in leaves],
-                range(len(lifted.outputs)),
-                build=self._trace,
-            )
-        except Refused:
-            raise
-        except Exception as error:  # the exact program says what is wrong with the graph, if anything is
-            raise Refused("trace", f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
-        self.messages = list(self.compiled.checks.errors)
-        self.slots = [leaf.index for leaf in leaves]
-        self._donated: dict[Any, tuple[int, ...]] = {}
-        self._runs: Counter[Any] = Counter()
-
-    def _trace(self, function: Callable[..., Any], examples: Sequence[Any], *_: Any) -> PaddedProgram:
-        self.padded = PaddedProgram(function, examples, self._dims, self.least)
-        return self.padded
-
-    def _values(self, sizes: Ints) -> dict[str, int]:
-        return dict(zip(self.names, sizes, strict=True))
-
-    def prepare(self, sizes: Ints, given: Given) -> tuple[PaddedExecutable, tuple[int, ...], bool]:
-        """Return the executable for these sizes, the slots it is given to overwrite, and whether it was there.
-
-        An executable that overwrites fewer arrays than could be serves as well; one that overwrites more is compiled
-        where more arrays die than ever before.
-        """
-        try:
-            return self._prepare(self._ranges(sizes), given)
-        except Refused:
-            if not self._runs.pop(self.padded.sizes_for(self._values(sizes), config.buckets).key, 0):
-                raise
-            return self._prepare(
-                self._ranges(sizes), given
-            )  # a narrow range is refused where the wide one was not
-
-    def _prepare(self, ranges: Sizes, given: Given) -> tuple[PaddedExecutable, tuple[int, ...], bool]:
-        shapes = [tuple(ranges.padded(n) for n in shape) for shape in self.padded.inputs]
-        outputs = [tuple(ranges.padded(n) for n in shape) for shape in self.padded.outputs]
-        donate = self._donatable(given, shapes, outputs)
-        there = self._donated.get(ranges.key)
-        if there is None or set(donate) > set(there):
-            executable = self.padded.executable(ranges, None, donate, options=self._options, title="a step")
-            self._donated[ranges.key] = donate
-            return executable, donate, False
-        return self.padded.executable(ranges, None, there), there, True
-
-    def _ranges(self, sizes: Ints) -> Sizes:
-        """Return the ranges for these sizes: up to a power of two first, and narrow ones where they come often.
-
-        The first keeps compilations few, the second keeps padding below 1 / ``config.buckets``.
-        """
-        values = self._values(sizes)
-        narrow = self.padded.sizes_for(values, config.buckets)
-        return narrow if self._runs[narrow.key] >= _OFTEN else self.padded.sizes_for(values, 1)
-
-    def _donatable(
-        self, given: Given, inputs: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]]
-    ) -> tuple[int, ...]:
-        """Return the slots whose memory an output can take: arrays that die, and those that are padded anew."""
-        if config.donate != "auto":
-            return ()
-        room = Counter(zip(outputs, self.padded.dtypes, strict=True))
-        donate = []
-        for n, held in enumerate(given.arrays):
-            kind = (inputs[n], self.padded.input_dtypes[n])
-            if room[kind] and (n in given.dying or self._is_fresh(n, held, inputs[n])):
-                room[kind] -= 1
-                donate.append(n)
-        return tuple(donate)
-
-    def _is_fresh(self, n: int, held: Array | Slack, shape: tuple[int, ...]) -> bool:
-        """Return whether the array of a slot has to be padded, so that the padded copy is ours."""
-        if not symbolic_axes(self.padded.inputs[n]):
-            return False
-        return (held.array if type(held) is Slack else held).shape != shape
-
-    def run(
-        self,
-        sizes: Ints,
-        given: Given,
-        rest: Sequence[Any],
-        commit: Callable[[list[Any], Sequence[Array]], T],
-    ) -> T:
-        """Run the program; ``commit`` takes the results, some of them ``Slack``, and what the program returned.
-
-        ``rest`` are the arguments after the arrays: numbers, draws and the check code. ``given`` is emptied.
-        """
-        executable, donate, _ = self.prepare(sizes, given)
-        values = self._values(sizes)
-        self._runs[self.padded.sizes_for(values, config.buckets).key] += 1
-        shapes = self.padded.output_shapes(values)[: self.count]  # the check code comes after the results
-        inputs: list[Any] = [self.padded.true_sizes(values)]
-        for n, (held, shape) in enumerate(zip(given.arrays, executable.inputs, strict=False)):
-            array = self._array(n, held, shape)
-            is_ours = n in given.dying or self._is_fresh(n, held, shape)
-            inputs.append(copied(array) if n in donate and not is_ours else array)
-        given.arrays.clear()
-        del held, array
-
-        def keep(results: Sequence[Array]) -> T:
-            pairs = zip(results, shapes, strict=False)
-            return commit([a if a.shape == shape else Slack(a, shape) for a, shape in pairs], results)
-
-        errors = [(error, _with_values(message, values)) for error, message in self.messages]
-        self.compiled.checks.errors = errors
-        return donation.run(executable.call, [*inputs, *rest], keep)
-
-    def _array(self, n: int, held: Array | Slack, shape: tuple[int, ...]) -> Array:
-        """Return the array of a slot, padded to a shape."""
-        if isinstance(held, Slack):
-            if held.array.shape == shape and symbolic_axes(self.padded.inputs[n]):
-                return held.array
-            held = held.exact()
-        return held if held.shape == shape else padded(held, shape)
-
-
-def _with_values(message: str, values: Mapping[str, int]) -> str:
-    """Return a message with numbers for the symbols in it."""
-    return re.sub(r"size\d+", lambda found: str(values.get(found[0], found[0])), message)
 
 
 @dataclass(frozen=True)
@@ -267,101 +170,151 @@ class Match:
     sizes: Ints
 
 
-_families: LruCache[Any, SizeFamily] = LruCache("graphs alike but for sizes", 256)
+_families: LruCache[Hashable, SizeFamily] = LruCache("graphs alike but for sizes", 256)
 
 
-def array_leaves(graph: Graph) -> list[int]:
-    """Return the array leaves of a graph, which are the slots of its program."""
-    return [n.call.index for n in graph.inputs if isinstance(n.call, Leaf) and n.call.kind == "array"]
+def find(
+    graph: Graph,
+    given: GivenFor,
+    options: XlaOptions,
+    state: StateLayout = STATELESS,
+    results: tuple[int, ...] | None = None,
+    limits: Limits = NO_LIMITS,
+    others: Callable[[], Sequence[Graph]] | None = None,
+    fixed: Set[int] = frozenset(),
+) -> Match | None:
+    """Return the program for a range of sizes that computes a graph without strides, None for its first sizes.
 
+    Raises Refused where it is to be compiled exactly.
 
-def find(graph: Graph, given: Callable[[list[int]], Given], options: Mapping[str, Any]) -> Match | None:
-    """Return the program for a range of sizes that computes a graph without strides; None where it is compiled exactly.
-
-    ``given`` returns the arrays of these leaves.
+    Arguments:
+        graph: the graph of a call.
+        given: returns the arrays of these leaves.
+        options: for XLA's compiler.
+        state: leaves that stay with the program.
+        results: the outputs to return, by default all.
+        limits: the largest size of dims of leaves for which it is known.
+        others: returns the graph for other sizes, so that not even the first size is compiled exactly.
+        fixed: leaves whose sizes do not vary, such as parameters: graphs where they differ are not alike.
     """
     found = skeleton(graph)
     if found is None:
         return None
-    key = (found.key, tuple(sorted(options.items())), config.buckets)
+    shared = (found.key, tuple(sorted(options.items())))
+    kept = tuple((leaf, size) for leaf, size in _leaf_sizes(graph) if leaf in fixed)
+    key = (*shared, kept, config.buckets, state, results, *sorted(limits.items()))
     family = _families.get(key)
     if family is None:
-        family = _families[key] = SizeFamily(options)
-    match = family.match(graph, found, given(array_leaves(graph)))
+        family = _families[key] = SizeFamily(options, state, results, limits)
+        firsts = _firsts.get(shared) or []
+        samples = [ints for sizes, ints in firsts if all(sizes[leaf] == size for leaf, size in kept)]
+        if others is not None and {*samples} <= {found.ints}:
+            alike = [skeleton(other) for other in others()]
+            samples = [each.ints for each in alike if each is not None and each.key == found.key]
+        family.samples += samples
+    match = family.match(graph, found, given)
     return None if match is None else Match(graph, *match)
 
 
-def lifted_strides(graph: Callable[[], Graph], offsets: Sequence[int] = ()) -> Graph | None:
-    """Return a graph without strides, None where it has a view that is no slice."""
-    try:
-        with temporary():
-            return without_strides(graph(), offsets)
-    except Refused as error:
-        _note(error)
+# Graphs of fixed sizes, which are first samples of those that vary: the sizes of their leaves, and their integers.
+_firsts: LruCache[Hashable, list[tuple[dict[int, tuple[int, ...]], Ints]]] = LruCache(
+    "graphs of fixed sizes", 256
+)
+_MOST_FIRSTS = 16
+
+
+def remember(graph: Graph, options: XlaOptions) -> None:
+    """Note a graph that is compiled exactly, as ``find`` notes the first one: others may differ in their sizes."""
+    found = skeleton(graph)
+    if found is None:
+        return
+    key = (found.key, tuple(sorted(options.items())))
+    firsts = _firsts.get(key)
+    if firsts is None:
+        firsts = _firsts[key] = []
+    first = (dict(_leaf_sizes(graph)), found.ints)
+    if first not in firsts:
+        firsts[:] = [*firsts[1 - _MOST_FIRSTS :], first]
+
+
+# For each skeleton of one op, the families of its calls by the sizes that do not vary in them.
+_calls: LruCache[Hashable, dict[tuple[int | None, ...], SizeFamily]] = LruCache(
+    "calls alike but for one size", 1024
+)
+# One op is called with many shapes in a model, and each makes a family for each of its sizes.
+_FAMILIES = 512
+
+
+def find_one_size(
+    graph: Graph,
+    given: GivenFor,
+    options: XlaOptions,
+    fixed: Set[int] = frozenset(),
+) -> Match | None:
+    """Return the program for a range of one size that computes a small graph, None for the first one.
+
+    Raises Refused where it is to be compiled exactly.
+
+    Graphs of a single op have the same skeleton at every place of a model, so all sizes of their arrays but one, which
+    may be a dim of several arrays, must be those of the earlier graphs. Sizes of the leaves in ``fixed`` never vary.
+    The sizes of a graph without arrays (``arange``) are those of what it computes.
+
+    Layers of one model differ in their sizes too, and none of these change. So a size that comes while nothing has
+    crossed between host and device since the first one is another layer's: it is compiled exactly.
+    """
+    found = skeleton(graph)
+    if found is None:
         return None
+    owners = [leaf for leaf, size in _leaf_sizes(graph) for _ in size]
+    if not found.dims:
+        found = replace(found, dims=found.computed)
+        owners = [-1 for _ in found.computed]
+    key = (found.key, fixed, tuple(sorted(options.items())), config.buckets)
+    families = _calls.get(key)
+    if families is None or len(families) > _FAMILIES:
+        families = _calls[key] = {}
+    sizes = [found.ints[at] for at in found.dims]
+    varies = [owner not in fixed for owner in owners]
+    now = counters.transfers()
+    refused = None
+    # A program that is there comes first: another size may be new by chance, or equal to the one that varies.
+    known = sorted(families.items(), key=lambda item: item[1].program is None)
+    for kept, family in known:
+        if family.program is None and family.since == now:
+            continue
+        if family.sizes_of(found) is not None or _differs_in_one_size(sizes, kept):
+            try:
+                match = family.match(graph, found, given)
+            except Refused as error:
+                # Another family may have a size that can be padded.
+                refused = error
+                continue
+            if match is not None:
+                return Match(graph, *match)
+    for size in sorted({n for n, free in zip(sizes, varies, strict=True) if n > 1 and free}):
+        kept = tuple(None if n == size and free else n for n, free in zip(sizes, varies, strict=True))
+        if kept not in families:
+            families[kept] = family = SizeFamily(options)
+            family.since = now
+            family.match(graph, found, given)
+    if refused is not None:
+        raise refused
+    return None
 
 
-def without_strides(graph: Graph, offsets: Sequence[int] = ()) -> Graph:
-    """Return the graph with slices of grids for strided reads and writes; ``offsets`` are the values of its offsets."""
-
-    def rule(call: Call, inputs: tuple[Node, ...]) -> Node | None:
-        if call.op is _aten.as_strided.default:
-            grid, size = _grid(call, inputs[:1], inputs[1:], offsets)
-            return node(call_of(_read, {"0": Input(0), **grid, "size": size}, call.types), inputs[0])
-        if call.op is _aten.as_strided_scatter.default:
-            grid, size = _grid(call, inputs[:2], inputs[2:], offsets)
-            if any(step != 1 for step in grid["step"]) or 0 in dict(call.arguments)["stride"]:
-                raise Refused("as_strided_scatter", "a write that is no slice")
-            arguments = {"0": Input(0), "1": Input(1), **grid}
-            return node(call_of(_write, arguments, call.types), *inputs[:2])
-        return None
-
-    return rewrite(graph, rule)
+def _differs_in_one_size(sizes: Sequence[int], kept: Sequence[int | None]) -> bool:
+    """Return whether sizes are those of a family but for the one that varies in it, which they have in its places."""
+    varying = {n for n, old in zip(sizes, kept, strict=True) if old is None}
+    return len(varying) == 1 and all(old in (None, n) for n, old in zip(sizes, kept, strict=True))
 
 
-def _grid(
-    call: Call, arrays: tuple[Node, ...], offset: tuple[Node, ...], offsets: Sequence[int]
-) -> tuple[dict[str, Any], Ints]:
-    """Return the grid of a strided call as arguments, and the size of the view."""
-    arguments = dict(call.arguments)
-    size, stride, start = arguments["size"], arguments["stride"], arguments.get("storage_offset", 0)
-    if offset:
-        leaf = offset[0].call
-        if not isinstance(leaf, Leaf) or leaf.kind != "offset":
-            raise Refused("as_strided", "a view that starts at a computed place")
-        start = offsets[leaf.index]
-    storage = arrays[0].type.size
-    dims = tuple(d for d, (n, s) in enumerate(zip(size, stride, strict=True)) if n > 1 and s != 0)
-    grid = None
-    if 0 not in size:
-        grid = strided.find_grid(storage, [size[d] for d in dims], [stride[d] for d in dims], start)
-    if grid is None or math.prod(grid.shape) != math.prod(storage):
-        raise Refused(call.op.name(), "a view that is no slice")
-    parts = {"shape": grid.shape, "start": grid.start, "count": grid.count, "step": grid.step}
-    return {**parts, "order": grid.order, "dims": dims}, size
+def _leaf_sizes(graph: Graph) -> list[tuple[int, tuple[int, ...]]]:
+    """Return the array leaves of a graph with their sizes."""
+    calls = [n.call for n in graph.inputs]
+    return [(call.index, call.type.size) for call in calls if isinstance(call, Leaf) and call.kind == "array"]
 
 
-def _read(
-    value: Array, shape: Any, start: Any, count: Any, step: Any, order: Any, dims: Any, size: Any
-) -> Array:
-    """Return the slice of a grid that a view shows; ``strided.read`` for sizes that may be symbolic."""
-    block = value.reshape(shape)
-    if any(c != n for c, n in zip(count, shape, strict=True)):
-        limit = [a + (n - 1) * k + 1 for a, n, k in zip(start, count, step, strict=True)]
-        block = lax.slice(block, start, limit, step)
-    rest = [axis for axis in range(len(shape)) if axis not in order]
-    block = block.transpose([*order, *rest]).reshape([size[d] for d in dims])
-    return lax.broadcast_in_dim(block, size, dims)
-
-
-def _write(
-    value: Array, new: Array, shape: Any, start: Any, count: Any, step: Any, order: Any, dims: Any
-) -> Array:
-    """Return a grid with the slice that a view shows replaced; ``strided.write_bits`` for symbolic sizes."""
-    bits = value if value.dtype == jnp.bool_ else strided.bits_of(value)
-    block = new if bits is value else strided.bits_of(new)
-    axes = [*order, *[axis for axis in range(len(shape)) if axis not in order]]
-    block = block.reshape([count[axis] for axis in axes]).transpose(np.argsort(axes))
-    grid = lax.dynamic_update_slice(bits.reshape(shape), block, [jnp.asarray(n, jnp.int32) for n in start])
-    grid = grid.reshape(value.shape)
-    return grid if bits is value else lax.bitcast_convert_type(grid, value.dtype)
+def lifted_strides(graph: Callable[[], Graph], offset_of: Offsets) -> Graph:
+    """Return a graph without strides; raise Refused where it has a view that is no slice."""
+    with temporary():
+        return without_strides(graph(), offset_of)

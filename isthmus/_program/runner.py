@@ -21,16 +21,18 @@ a local variable makes the donation a copy.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Generic, Protocol, Self, TypeVar
 
 import jax
 
+from isthmus._caches import LruCache
 from isthmus._device.core import donation
 from isthmus._device.core.buffer import Buffer
 from isthmus._device.core.resident_state import Packing, Residence
+from isthmus._graph.arguments import AnyFunction, Value
+from isthmus._program.program import Words
 from isthmus._program.staged import Program
 from isthmus._runtime import memory
 from isthmus._runtime.private import forgetting_callers
@@ -50,10 +52,12 @@ class Runnable(Protocol):
     packing: Packing
 
     @property
-    def call(self) -> Callable[..., Sequence[Array]]:
+    def call(self) -> AnyFunction:
         """The program, as a function of its state and ``arguments``."""
 
-    def arguments(self, arrays: list[Array], constants: Sequence[Any], draws: Sequence[Any]) -> list[Any]:
+    def arguments(
+        self, arrays: list[Array], constants: Sequence[Array], draws: Sequence[Words]
+    ) -> list[Value]:
         """Return the arguments of ``call`` after the state."""
 
 
@@ -62,8 +66,8 @@ def run(
     sources: Sequence[Source],
     bind: Bind,
     *,
-    constants: Sequence[Any] = (),
-    draws: Sequence[Any] = (),
+    constants: Sequence[Array] = (),
+    draws: Sequence[Words] = (),
     residence: Residence | None = None,
 ) -> Sequence[Array]:
     """Run a program, bind its results and return all of its outputs.
@@ -79,6 +83,7 @@ def run(
     """
     # Before the lock is taken: a buffer may have been recorded by another thread, whose trace is then run.
     arrays = [source.value if isinstance(source, Buffer) else source for source in sources]
+    # State comes first among what the program returns.
     start = len(program.packing)
 
     def commit(outputs: Sequence[Array]) -> Sequence[Array]:
@@ -87,6 +92,7 @@ def run(
 
     # Arrays of a trace are donated as they are: nothing else holds them.
     owners = [source for source in map(sources.__getitem__, program.donated) if isinstance(source, Buffer)]
+    # Nothing is overwritten: no lock, no reference counts, no undo.
     if residence is None and not owners:
         with forgetting_callers():
             return donation.run(program.call, program.arguments(arrays, constants, draws), commit)
@@ -94,6 +100,7 @@ def run(
         if donation.threaded():
             # Another thread may have given its array away, or kept it in a program, since it was read.
             arrays = [source.value if isinstance(source, Buffer) else source for source in sources]
+        # From here on the arrays of these buffers are hidden from other threads.
         undo = donation.take(arrays, program.donated, owners) if owners else None
         inputs = program.arguments(arrays, constants, draws)
         if residence is None:
@@ -105,6 +112,7 @@ def compute(program: Program, buffers: Sequence[Buffer]) -> Sequence[Array]:
     """Run a program that writes, keeps and checks nothing on the arrays of buffers: no more than a call."""
     try:
         with forgetting_callers():
+            # The only argument after the arrays is the check code, which is 0 for a program without checks.
             return program.call(*map(_HELD, buffers), program.nothing_failed)  # type: ignore[no-any-return]
     except Exception as error:
         if not (memory.is_exhausted(error) or donation.is_unready([*map(_HELD, buffers)])):
@@ -113,24 +121,38 @@ def compute(program: Program, buffers: Sequence[Buffer]) -> Sequence[Array]:
     return run(program, buffers, lambda results: None)
 
 
-class Residences:
+class Stateful(Protocol):
+    """What a program has that may keep state."""
+
+    packing: Packing
+
+    def unbundled(self) -> Self:
+        """Return the same program with every array of its state on its own."""
+
+
+P = TypeVar("P", bound=Stateful)
+
+
+class Residences(Generic[P]):
     """A program that keeps state, and where the state of each set of buffers is that it has run on."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: P) -> None:
         self.program = program
-        self._residences: OrderedDict[Hashable, Residence] = OrderedDict()
+        self._residences: LruCache[Hashable, Residence] = LruCache(
+            "state of programs", _RESIDENCES, Residence.give_back
+        )
 
     def find(self, key: Hashable, buffer: Callable[[int], Buffer]) -> Residence:
         """Return the residence of the buffers that ``key`` stands for; ``buffer`` gives the one of an array leaf.
 
         ``program`` is another one afterwards where the state is read so often that bundles do not pay.
         """
-        found = self._residences.get(key)
-        if found is not None and found.wears:
-            self.program, found = self.program.unbundled(), None
+        residence = self._residences.get(key)
+        if residence is not None and residence.is_read_too_often:
+            # Bundles were joined and parted for nothing several times; a program without them takes over.
+            self.program, residence = self.program.unbundled(), None
+            # Each gives its arrays back to its buffers.
             self._residences.clear()
-        if found is None or found.dead:
-            found = self._residences[key] = Residence(*self.program.packing.pick(buffer))
-            if len(self._residences) > _RESIDENCES:
-                self._residences.popitem(last=False)[1].give_back()
-        return found
+        if residence is None or residence.dead:
+            residence = self._residences[key] = Residence(*self.program.packing.pick(buffer))
+        return residence

@@ -16,16 +16,16 @@ A stage that is run ``once`` (parameters alone, ``freeze.py``) gives its first r
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
 
 import jax
 
 from isthmus._device.checks.value_checks import Conditions
 from isthmus._device.core.resident_state import Packing
+from isthmus._graph.arguments import Value
 from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import Leaf, Node, Type
 from isthmus._graph.passes.stages import Stage
-from isthmus._program.program import NO_LINES, CompiledProgram, Places
+from isthmus._program.program import NO_LINES, CompiledProgram, Places, Words
 
 Array = jax.Array
 
@@ -44,9 +44,8 @@ class StagedProgram:
     """
 
     donated: tuple[int, ...] = ()
-    packing = Packing(
-        (), {}, False
-    )  # no bundles: asking how large they may be would start JAX with the import
+    # No bundles: asking how large they may be would start JAX with the import.
+    packing = Packing((), {}, False)
     result_shardings = None  # graphs on a mesh are not cut
 
     def __init__(
@@ -92,11 +91,11 @@ class StagedProgram:
             for n, (_, inputs) in enumerate(self._calls)
         ]
 
-    def call(self, *inputs: Any) -> Sequence[Any]:
+    def call(self, *inputs: Value) -> Sequence[Value]:
         """Run the stages on an array for each slot and the codes of the value checks."""
         *given, codes = inputs
         codes = dict(codes)
-        values: list[Any] = []
+        values: list[Value] = []  # None where no later stage reads it
         for places, value in zip(self.slots, given, strict=True):
             values += value if isinstance(places, tuple) else [value]
         for n, (program, taken) in enumerate(self._calls):
@@ -127,12 +126,14 @@ class StagedProgram:
         """Return the program itself: it keeps no state."""
         return self
 
-    def arguments(self, arrays: list[Array], constants: Sequence[Any], draws: Sequence[Any]) -> list[Any]:
+    def arguments(
+        self, arrays: list[Array], constants: Sequence[Array], draws: Sequence[Words]
+    ) -> list[Value]:
         """Return the arguments of ``call``."""
         return [*arrays, self.checks.before()]
 
     def report(
-        self, outputs: Sequence[Any], lines: Mapping[Node, str] = NO_LINES, auto: str = "later"
+        self, outputs: Sequence[Value], lines: Mapping[Node, str] = NO_LINES, auto: str = "later"
     ) -> None:
         """Raise for a value check that failed in a run with these outputs, now or at the next read of a value."""
         if self.checks.errors:
@@ -146,11 +147,11 @@ class JoinedConditions(Conditions):
         self.parts = parts
         self.errors = [error for part in parts for error in part.errors]
 
-    def before(self) -> Any:
+    def before(self) -> dict[Conditions, Array]:
         """Return the code of each program for the next run."""
         return {part: part.before() for part in self.parts}
 
-    def settle(self, number: Any, auto: str) -> None:
+    def settle(self, number: dict[Conditions, Array], auto: str) -> None:
         """Raise for the codes of a run now, later or never, as the config says."""
         for part in self.parts:
             part.settle(number[part], auto)

@@ -38,6 +38,7 @@ def verify(folder: Path, shown: object) -> None:
 def _listed(folder: Path, shown: object) -> dict[str, str]:
     if not stat.S_ISREG((folder / LIST).lstat().st_mode):
         raise DamagedFile(shown, LIST, "it is a link or no file", _REMEDY)
+    # The last line is the list's own checksum, behind a mark that ``sha256sum`` takes for a comment.
     lines, mark, digest = (folder / LIST).read_bytes().rpartition(b"# ")
     if not mark or hashlib.sha256(lines).hexdigest().encode() + b"\n" != digest:
         raise DamagedFile(shown, LIST, "its checksum is wrong", _REMEDY)
@@ -51,8 +52,10 @@ def _listed(folder: Path, shown: object) -> dict[str, str]:
 def _difference(folder: Path, name: str, digest: str) -> str:
     """Return the reason to refuse a file of a list; "" where there is none."""
     inside = PurePosixPath(name)
+    # A list is a file like others, and another program may have written it.
     if inside.is_absolute() or ".." in inside.parts or not inside.parts:
         return "its name leads out of the checkpoint"
+    # From the outermost folder inwards: a link on the way would lead elsewhere as well.
     for above in (*reversed(inside.parents), inside):
         try:
             mode = (folder / above).lstat().st_mode

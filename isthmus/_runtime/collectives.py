@@ -17,7 +17,9 @@ from dataclasses import dataclass
 
 _KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast|ragged-all-to-all"
 # An asynchronous one is two instructions, of which the first is counted.
+# A result may be a tuple of shapes, so everything up to the name of the instruction is one group.
 _INSTRUCTION = re.compile(rf"^\s*(?:ROOT )?%?\S+ = (.+?) ({_KINDS})(?:-start)?\(")
+# A letter type, its bits, and for float8 how they are divided: ``f8e4m3fn[2,3]``.
 _SHAPE = re.compile(r"([a-z]+)(\d+)?(?:e\dm\d\w*)?\[([\d,]*)\]")
 _LINE = re.compile(r'op_name="[^"]*?([^"/()]+\.py:\d+)')
 
@@ -37,12 +39,12 @@ def collectives(hlo: str) -> list[Collective]:
     counts: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
     for text in hlo.splitlines():
-        found = _INSTRUCTION.match(text)
-        if found is not None:
+        instruction = _INSTRUCTION.match(text)
+        if instruction is not None:
             line = _LINE.search(text)
-            key = (found[2], line[1] if line is not None else "")
+            key = (instruction[2], line[1] if line is not None else "")
             counts[key] += 1
-            sizes[key] += sum(_bytes(*shape) for shape in _SHAPE.findall(found[1]))
+            sizes[key] += sum(_bytes(*shape) for shape in _SHAPE.findall(instruction[1]))
     return [Collective(kind, line, counts[kind, line], size) for (kind, line), size in sizes.most_common()]
 
 

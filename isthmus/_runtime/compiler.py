@@ -1,7 +1,7 @@
 """From a pure function of arrays to an executable: trace, lower, compile, and the cheapest way to call it.
 
 Every program of every mode is compiled here, by ``build``: plans of eager ops (``_device/core``), recorded graphs
-(``_lazy/xla.py``), graphs of ``torch.compile`` (``_dynamo/specialization.py``) and JAX functions on tensors of other
+(``_program/program.py``) of lazy mode, ``isthmus.jit`` and ``torch.compile``, and JAX functions on tensors of other
 devices (``_interop/traced_functions.py``)::
 
     executable = build(lambda x, y: (x + y,), [x, y], donate=(0,))
@@ -12,7 +12,8 @@ What happens around JAX's own three stages, and why it is in one place:
 
 - 64-bit types are on (``scoped_x64``), since torch has int64 and float64 and JAX's default has not. The switch is
   scoped to this thread and to our tracing; the user's configuration is never changed.
-- One thread compiles at a time. Sizes that overflow inside XLA are refused before it sees them (``memory.check``).
+- One thread compiles at a time, and one more in the background (``background.py``). Sizes that overflow inside XLA are
+  refused before it sees them (``memory.check``).
 - An executable from an earlier process is loaded instead of compiled where ``config.cache`` names a folder
   (``executable_cache.py``); compilations and loads are counted (``counters.py``).
 - In a process that was forked after JAX started, ``forks.check`` raises: XLA would wait for threads that are not there.
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +38,7 @@ import numpy as np
 
 from isthmus import _caches
 from isthmus._runtime import (
+    background,
     counters,
     cpu_compile_options,
     executable_cache,
@@ -86,10 +89,8 @@ def is_portable() -> bool:
 @contextlib.contextmanager
 def scoped_x64() -> Iterator[None]:
     """Make int64 and float64 real, on this thread and until the block ends."""
-    before = _scope.chosen
-    _scope.chosen = (
-        chosen_x64()
-    )  # in a nested scope still the user's choice, not the True of the scope around it
+    # In a nested scope still the user's choice, not the True of the scope around it.
+    before, _scope.chosen = _scope.chosen, chosen_x64()
     try:
         with jax.enable_x64(True):
             yield
@@ -110,6 +111,7 @@ def has_x64() -> bool:
 def abstract(value: Any) -> jax.ShapeDtypeStruct:
     """Return shape and dtype of ``value``, and where it lies: with a mesh at home unless it is split."""
     if isinstance(value, jax.ShapeDtypeStruct) and value.sharding is not None:
+        # With a mesh everything has a sharding, and what has none is at home.
         return value
     if placement.home is not None:
         return placement.example(value.shape, value.dtype, placement.sharding_of(value))
@@ -146,10 +148,11 @@ def build_op(
     inputs: Sequence[Any],
     donate: tuple[int, ...] = (),
     sharding: placement.Sharding = None,
+    name: str = "",
 ) -> Executable:
     """Compile the function of one op, on the CPU with no more effort than its size is worth."""
     options = cpu_compile_options.options_for if platform() == "cpu" else None
-    return build(function, inputs, donate, options, sharding=sharding)
+    return build(function, inputs, donate, options, sharding=sharding, name=name)
 
 
 def build(
@@ -159,7 +162,8 @@ def build(
     options: Mapping[str, Any] | Callable[[jax.stages.Traced], dict[str, Any]] | None = None,
     title: str = "",
     sharding: placement.Sharding = None,
-    cached: bool = True,
+    devices: Sequence[jax.Device] = (),
+    name: str = "",
 ) -> Executable:
     """Compile ``function`` for inputs of these shapes.
 
@@ -171,42 +175,72 @@ def build(
         title: what a terminal is shown if this takes over two seconds; nothing is shown without one.
         sharding: with a mesh, how the results of a function without inputs are split; other results are split as XLA
             likes.
-        cached: whether the executable may be loaded from and saved to ``config.cache``; one over several processes may
-            not, since it names their devices.
+        devices: the devices that run it, where they are not those at home.
+        name: what profilers call the program; its title by default.
     """
     forks.check()  # before the lock, which a thread of the parent may have held at the fork
     clock = Clock()
-    with _lock, scoped_x64(), progress.line(title), private.forgetting_callers():
+    held = contextlib.ExitStack()
+    # ``held`` is the lock: it can be given back before the block ends.
+    with held, scoped_x64(), progress.line(title), private.forgetting_callers():
+        held.enter_context(_lock)
         # Nothing else would tell JAX which devices a program without inputs is for.
         place: dict[str, Any] = {}
         if placement.home is not None and not inputs:
             place["out_shardings"] = sharding or placement.home
         examples = jax.tree.map(abstract, list(inputs))
-        traced = jax.jit(function, donate_argnums=donate, **place).trace(*examples)
+        traced = jax.jit(_named(function, name or title), donate_argnums=donate, **place).trace(*examples)
         memory.check(traced.jaxpr.jaxpr)  # before XLA, which ends the process where a size overflows
         options = options(traced) if callable(options) else dict(options or {})
         clock.lap("trace")
         lowered = traced.lower()
         clock.lap("lower")
-        # An executable names its devices, and the key of the cache knows nothing of a mesh's order of them.
-        cached = cached and placement.home is None
-        compiled = executable_cache.load(lowered, donate, options) if cached else None
-        if compiled is None:
-            try:
-                compiled = lowered.compile(compiler_options=options or None)
-            except jax.errors.JaxRuntimeError as error:
-                if memory.is_exhausted(error):
-                    raise memory.exhausted(error) from error
-                raise
-            if cached:
-                executable_cache.save(compiled, lowered, donate, options)
+        devices = devices or placement.devices() or (default_device(),)
+        if background.is_background():
+            held.close()  # a program that is needed now does not wait for one that can
+        compiled = _load_or_compile(lowered, devices, donate, options)
         clock.lap("xla")
     # A load from disk is one of the compilations too; the counter "loaded from disk" says how many of them were.
     counters.count_compilation(clock.laps)
     call = private.fast_call(compiled)
+    # Only on the CPU does XLA take over the inputs before it finds that there is no memory.
     if donate and platform() == "cpu":
         call = memory.sparing_inputs(call, compiled)
     return Executable(call, lowered, compiled, clock.laps, placement.results_of(compiled))
+
+
+def _load_or_compile(
+    lowered: jax.stages.Lowered,
+    devices: Sequence[jax.Device],
+    donate: tuple[int, ...],
+    options: dict[str, Any],
+) -> jax.stages.Compiled:
+    with _lock:
+        compiled = executable_cache.load(lowered, devices, donate, options)
+    if compiled is None:
+        try:
+            # XLA runs without the interpreter lock and, in the background, without ours.
+            compiled = lowered.compile(compiler_options=options or None)
+        except jax.errors.JaxRuntimeError as error:
+            if memory.is_exhausted(error):
+                raise memory.exhausted(error) from error
+            raise
+        with _lock:
+            executable_cache.save(compiled, lowered, devices, donate, options)
+    return compiled
+
+
+def _named(function: Function, name: str) -> Function:
+    """Return the function under a name that JAX gives to the program, and its profiler shows."""
+    if not name:
+        return function
+
+    def call(*inputs: Any) -> Any:
+        return function(*inputs)
+
+    # XLA's names are letters, digits, dots and underscores.
+    call.__name__ = re.sub(r"[^\w.]+", "_", name)
+    return call
 
 
 # Status codes of failures that have nothing to do with the program itself, and so may not happen again.

@@ -38,6 +38,7 @@ def count_compilation(laps: Mapping[str, float]) -> None:
     with _lock:
         counts["compilations"] += 1
         for stage, took in laps.items():
+            # Summed over all programs; ``isthmus.metrics`` shows them by stage.
             seconds[stage] += took
 
 
@@ -47,6 +48,11 @@ def count_materialisation(cause: str, line: str, known: bool) -> None:
         counts["programs run"] += 1
         counts["program cache hits" if known else "program cache misses"] += 1
         materialisations[cause, line] += 1
+
+
+def transfers() -> int:
+    """Return how many tensors have crossed between host and device: another number means that a program went on."""
+    return counts["transfers to device"] + counts["transfers to host"]
 
 
 def clear() -> None:

@@ -31,6 +31,7 @@ def options_for(traced: jax.stages.Traced) -> dict[str, Any]:
 def _largest(jaxpr: Jaxpr) -> float:
     """Return how many elements the largest array in a program has; infinity where it has one of ``_EXCLUDED``."""
     if any(equation.primitive.name.startswith(_EXCLUDED) for equation in jaxpr.eqns):
+        # One such primitive anywhere rules the program out.
         return math.inf
     variables = [*jaxpr.invars, *jaxpr.constvars, *(v for e in jaxpr.eqns for v in e.outvars)]
     sizes = [math.prod(getattr(variable.aval, "shape", ())) for variable in variables]
@@ -42,6 +43,7 @@ def _largest(jaxpr: Jaxpr) -> float:
 def _is_known() -> bool:
     """Return whether this XLA has the option: XLA may rename or drop its flags in any release."""
     try:
+        # Compiling nothing is the only way to ask.
         jax.jit(lambda: 0).lower().compile(compiler_options=_OLDER)
     except jax.errors.JaxRuntimeError:
         return False

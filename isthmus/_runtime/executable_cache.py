@@ -34,7 +34,7 @@ import re
 import secrets
 import stat
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,24 +50,32 @@ _DIGEST = 32
 _KEY = "key"
 _OURS = re.compile("[0-9a-f]{64}")
 """File names of executables; other files in the folder are left alone."""
+_MODULE_NAME = re.compile(r"^module @\S+", re.MULTILINE)
 _LOOK_AGAIN = 64
 """After so many files written, a folder's size is measured again: other processes write to it too."""
 
 
-def load(lowered: Lowered, donate: tuple[int, ...], options: Mapping[str, Any]) -> jax.stages.Compiled | None:
-    """Return the executable that was saved for this program, or None."""
+def load(
+    lowered: Lowered, devices: Sequence[jax.Device], donate: tuple[int, ...], options: Mapping[str, Any]
+) -> jax.stages.Compiled | None:
+    """Return the executable that was saved for this program on these devices, or None."""
     folder = _folder()
     if folder is None:
         return None
-    path = folder / _name(lowered, donate, options)
+    # The name is a hash of everything that the executable depends on, so a hit needs no further comparison.
+    path = folder / _name(lowered, devices, donate, options)
     try:
         content = _content(path)
     except (OSError, _Refused) as error:
         if not isinstance(error, FileNotFoundError):
             _drop(path, error)
         return None
+    # Only after the checksum: a pickle runs code when it is read.
     try:
-        compiled = serialize_executable.deserialize_and_load(*pickle.loads(content))
+        serialized, in_tree, out_tree = pickle.loads(content)
+        compiled = serialize_executable.deserialize_and_load(
+            serialized, in_tree, out_tree, execution_devices=devices
+        )
     except Exception as error:  # of another build of XLA: compile again and replace it
         _drop(path, error)
         return None
@@ -78,7 +86,11 @@ def load(lowered: Lowered, donate: tuple[int, ...], options: Mapping[str, Any]) 
 
 
 def save(
-    compiled: jax.stages.Compiled, lowered: Lowered, donate: tuple[int, ...], options: Mapping[str, Any]
+    compiled: jax.stages.Compiled,
+    lowered: Lowered,
+    devices: Sequence[jax.Device],
+    donate: tuple[int, ...],
+    options: Mapping[str, Any],
 ) -> None:
     """Write an executable for the next process; failing to is counted and is not an error."""
     if not config.cache:
@@ -87,8 +99,9 @@ def save(
         folder = _folder(make=True)
         if folder is None:
             return
-        path = folder / _name(lowered, donate, options)
+        path = folder / _name(lowered, devices, donate, options)
         content = pickle.dumps(serialize_executable.serialize(compiled))
+        # A file that alone passes the limit would push out all others.
         if len(content) + _DIGEST > _limit():
             counters.count("not saved to disk: too large")
             return
@@ -145,6 +158,7 @@ def _tidied(folder: Path) -> None:
 def _content(path: Path) -> bytes:
     """Return the content of a file, if this user wrote it and it is unchanged."""
     data = _read(path)
+    # In constant time, as for every secret: an attacker must not learn the checksum byte by byte.
     if not hmac.compare_digest(data[:_DIGEST], _digest(path, data[_DIGEST:])):
         raise _Refused("another checksum")
     return data[_DIGEST:]
@@ -155,6 +169,7 @@ def _read(path: Path) -> bytes:
 
     Its owner and mode are read from the open file, so that it cannot be exchanged between check and read.
     """
+    # ``O_NOFOLLOW``: a link in the folder could lead to a file of another user's.
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
     with open(os.open(path, flags), "rb") as file:
         about = os.fstat(file.fileno())
@@ -202,6 +217,7 @@ class _Sizes:
     def add(self, size: int) -> None:
         """Count a file that was written, and make room if the folder is too large."""
         self.total += size
+        # Other processes write here as well, so the total is measured now and then.
         if self.writes % _LOOK_AGAIN == 0 or self.total > _limit():
             self.total = self._shrink()
         self.writes += 1
@@ -219,6 +235,7 @@ class _Sizes:
         if total <= _limit():
             return total
         # Below the limit by a tenth, so that the next writes need not scan the folder again.
+        # Oldest first: ``load`` touches the files that it uses.
         for _, size, path in sorted(entries):
             if total <= _limit() * 9 // 10:
                 break
@@ -242,11 +259,17 @@ def _host() -> str:
     return f"{platform.machine()} {platform.processor()}"
 
 
-def _name(lowered: Lowered, donate: tuple[int, ...], options: Mapping[str, Any]) -> str:
+def _name(
+    lowered: Lowered, devices: Sequence[jax.Device], donate: tuple[int, ...], options: Mapping[str, Any]
+) -> str:
     """Return the name of a program's file, a hash of all that its executable depends on."""
-    device = jax.local_devices()[0]
-    version = (jax.__version__, device.device_kind, device.client.platform_version)
+    # The version of the platform too: XLA's executables fit one build of it.
+    version = (jax.__version__, devices[0].device_kind, devices[0].client.platform_version)
+    # An executable names its devices, and each of several processes has one for those that it drives.
+    place = (jax.process_index(), [device.id for device in devices])
     # The trees are not in the text of the program, but are pickled with its executable.
-    parts = (version, _host(), config.xla_flags(), donate, lowered.in_tree, lowered.out_tree)
-    text = f"{parts} {sorted(options.items())} {lowered.as_text()}"
+    parts = (version, place, _host(), config.xla_flags(), donate, lowered.in_tree, lowered.out_tree)
+    # A program's name, which is for profilers, tells graphs of one process apart by the order they were compiled in.
+    module = _MODULE_NAME.sub("module", lowered.as_text(), count=1)
+    text = f"{parts} {sorted(options.items())} {module}"
     return hashlib.sha256(text.encode()).hexdigest()

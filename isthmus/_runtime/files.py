@@ -60,7 +60,9 @@ def replacing(
     A link is followed, and the mode of the file that is replaced is kept. ``durable=False`` does not wait for the disk:
     for files with a checksum, which may be lost with the power. A pipe or a device is written as it is.
     """
+    # What the link leads to is replaced, never the link.
     target = Path(os.path.realpath(path))
+    # A pipe or a device has no file beside it to be renamed.
     if target.exists() and not target.is_file():
         with open(target, "wb") as special:
             yield special
@@ -74,6 +76,7 @@ def replacing(
             if durable:
                 os.fsync(handle)
             if target.exists():
+                # The mode of the old file, which a user may have set.
                 os.chmod(name, stat.S_IMODE(target.stat().st_mode))
             if fcntl is None:
                 file.close()  # Windows renames no open file
@@ -102,6 +105,7 @@ def staging(path: Path) -> Iterator[Path]:
         (stage / _NAME).write_bytes(os.fsencode(path.name))
         yield stage
     finally:
+        # Otherwise the old folder, in here, is the only one there is: it stays for ``whole`` to find.
         if os.path.lexists(path) or not (stage / _REPLACED).exists():
             _remove_stage(stage)
         if handle is not None:
@@ -118,6 +122,7 @@ def swap(new: Path, path: Path) -> None:
         try:
             os.rename(new, path)
         except BaseException:
+            # The new folder could not be put there, so the old one goes back.
             with contextlib.suppress(OSError):  # another process has put its folder there
                 os.rename(old, path)
             raise
@@ -174,6 +179,7 @@ def steadily(read: Callable[[], T], version: Callable[[], Any]) -> T:
 
 def remove_abandoned(folder: Path) -> None:
     """Remove temporary files and folders of processes that died, and put back what they were about to replace."""
+    # Every writer tidies up: a process that died cannot.
     for left in _temporary(folder, _PREFIX):
         with contextlib.suppress(OSError), _if_abandoned(left) as abandoned:
             if not abandoned:
@@ -203,6 +209,7 @@ def _remove_stage(stage: Path) -> None:
 def sync_tree(folder: Path) -> dict[str, str]:
     """Bring all files of a folder to the disk, and return their checksums (sha256) by their names in it."""
     digests = {}
+    # In the order of names, so that two runs write the same list.
     for place, folders, names in os.walk(folder):
         folders.sort()  # the list of checksums is the same on every machine
         for name in sorted(names):

@@ -31,6 +31,7 @@ def _mark() -> None:
     from isthmus._runtime import compiler
 
     global forked
+    # Asked through the cache, so that asking does not start JAX.
     if not compiler.default_device.cache_info().currsize:
         return  # JAX was imported and not started: the child may start its own
     forked = True

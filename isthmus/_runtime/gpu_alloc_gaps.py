@@ -11,6 +11,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 
+# Room for so many small results at once; the arrays between the gaps cost 256 bytes each.
 COUNT = 256
 _stays: list[jax.Array] = []  # every second array of the row; the gaps are where the others were
 
@@ -23,4 +24,5 @@ def leave(device: jax.Device) -> None:
         row = [jax.device_put(np.zeros((), np.int8), device) for _ in range(2 * COUNT)]
     # An array whose transfer is under way frees its memory when that ends, and later ones would lie elsewhere.
     jax.block_until_ready(row)
+    # Every second one stays: the others are freed with ``row``, and leave the gaps.
     _stays.extend(row[::2])

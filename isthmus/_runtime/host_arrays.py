@@ -14,7 +14,7 @@ import numpy as np
 from isthmus import _caches
 from isthmus._runtime import forks, placement
 from isthmus._runtime.compiler import default_device, scoped_x64
-from isthmus._runtime.private import forgetting_callers
+from isthmus._runtime.private import forgetting_callers, putter
 from isthmus._runtime.user_frames import user_line
 from isthmus.errors import TracedValueError
 
@@ -33,6 +33,7 @@ def device_number(value: Any) -> Array:
     """Return a 0-dim array holding a Python number in its widest type: int64 (or uint64), float64, complex128."""
     kind = type(value)
     # 0.0 and -0.0 are equal and hash alike, and so do complex numbers made of them.
+    # A value that is true can be told from others by ``==``; zeros and complex numbers cannot.
     key = (kind, value) if value and kind is not complex else (kind, repr(value))
     array = _numbers.get(key)
     if array is None:
@@ -51,13 +52,14 @@ def _as_numpy(value: Any) -> np.ndarray[Any, Any]:
 def from_numpy(array: np.ndarray[Any, Any], sharding: placement.Sharding = None) -> Array:
     """Return ``array`` on the device, in memory of its own; with a mesh split as said, by default at home."""
     forks.check()
+    # On the CPU platform a put may alias the numpy memory, and the tensor that owns it can still change.
+    own = np.array(array, copy=True)
+    if placement.home is None:
+        with forgetting_callers():
+            return putter(default_device())(own)
     # A decomposition may call this while its program is traced: the array must be a value, not a tracer.
     with scoped_x64(), jax.ensure_compile_time_eval(), forgetting_callers():
-        # On the CPU platform device_put may alias the numpy memory, and the tensor that owns it can still change.
-        own = np.array(array, copy=True)
-        return (
-            jax.device_put(own, default_device()) if placement.home is None else placement.put(own, sharding)
-        )
+        return placement.put(own, sharding)
 
 
 def to_numpy(value: Any) -> np.ndarray[Any, Any]:

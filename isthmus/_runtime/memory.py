@@ -50,6 +50,7 @@ def total() -> int:
 
 def _machine() -> int:
     try:
+        # macOS and Windows have no such file; the next answer is coarser.
         return _meminfo("MemTotal", "SwapTotal")
     except (OSError, KeyError, ValueError, IndexError):
         pass
@@ -71,6 +72,7 @@ def free() -> int:
         import resource
 
         limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        # An address-space limit (``ulimit -v``) counts what is mapped, not what is used.
         with open("/proc/self/statm") as file:
             mapped = int(file.read().split()[0]) * resource.getpagesize()
         left = _OVERFLOW if limit == resource.RLIM_INFINITY else limit - mapped
@@ -89,6 +91,7 @@ def sparing_inputs(call: Callable[..., Any], compiled: jax.stages.Compiled) -> C
     if stats is None:
         return call
     # Results that take over an input need no memory.
+    # Temporaries and outputs, but for those that lie in donated inputs.
     needed = stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     if needed < _LARGE:
         return call
@@ -133,6 +136,7 @@ def require_countable(shape: Iterable[int], dtype: Any) -> None:
 
 def check(jaxpr: Jaxpr) -> None:
     """Raise if a program returns more than the device holds, or has an array whose size XLA cannot count."""
+    # By identity: one variable may be returned twice and is stored once.
     require(sum(_size(variable) for variable in {id(v): v for v in jaxpr.outvars}.values()))
     _check_within(jaxpr)
 
@@ -157,6 +161,7 @@ def is_exhausted(error: BaseException) -> bool:
 
 def make_room(error: BaseException, inputs: Sequence[object]) -> None:
     """Empty caches, so that the program may be run once more; raise ``error`` if donated inputs are gone."""
+    # Then there is nothing to run again with.
     if any([isinstance(value, jax.Array) and value.is_deleted() for value in inputs]):
         raise error
     for drop in on_pressure:

@@ -14,6 +14,7 @@ _MAPS, _LIMIT = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
 
 def crowded() -> bool:
     """Return whether the process has taken more than a third of its memory maps."""
+    # A third: one compilation may take hundreds, and other libraries map files too.
     return count() * 3 > limit()
 
 

@@ -17,6 +17,7 @@ from isthmus._runtime.compiler import scoped_x64
 def varying_alike(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
     """Return arrays that vary over the same mesh axes; outside of ``shard_map``, those given."""
     axes = frozenset().union(*[varying_axes(jax.typeof(array)) for array in arrays])
+    # Outside of ``shard_map`` nothing varies, and nothing has to be cast.
     if not axes:
         return arrays
     with scoped_x64():  # int64 constants may be among them

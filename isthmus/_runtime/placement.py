@@ -24,14 +24,17 @@ of what tensors bring, and ``verify`` compares it.
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from isthmus import _caches
 from isthmus.errors import IsthmusError
 
 Array = jax.Array
@@ -49,29 +52,49 @@ OPEN = _Open()
 home: NamedSharding | None = None
 """The sharding of arrays that nothing has split; None while the process uses one device."""
 _known: dict[Any, Sharding] = {}
-_checksum = [0, 0]  # of all host arrays that processes must agree on, and how many there were
+# Not cleared: buffers hold these objects and are compared by them. A mesh has few shardings.
+_caches.register("shardings of the mesh", None, lambda: len(_known), lambda: None)
+
+
+@dataclass
+class _Noted:
+    """A checksum of all host arrays that processes must agree on, and how many there were."""
+
+    checksum: int = 0
+    arrays: int = 0
+
+
+_noted = _Noted()
 
 
 def set_mesh(mesh: Mesh | None) -> None:
     """Make a mesh the home of all arrays, or one device again; arrays that exist stay where they are."""
     global home
     home = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    # Shardings name the devices of a mesh, so those of another one are of no use.
     _known.clear()
+    _mover.cache_clear()
+
+
+def devices() -> tuple[jax.Device, ...]:
+    """Return the devices of the mesh in its order; none where the process uses one device."""
+    return () if home is None else tuple(home.mesh.devices.flat)
 
 
 def canonical(sharding: Any, ndim: int) -> Sharding:
     """Return the one object for all shardings that split arrays of ``ndim`` dims alike; None for home."""
+    # By the number of dims too: a sharding that is no ``NamedSharding`` is matched for arrays of one rank (``_named``).
     key = (sharding, ndim)
     if key in _known:
         return _known[key]
     if home is None or sharding is None or sharding.is_fully_replicated:
-        found = None
+        interned = None
     else:
         named = sharding if isinstance(sharding, NamedSharding) else _named(sharding, ndim)
         tidy = NamedSharding(named.mesh, PartitionSpec(*_tidy(named)))
-        found = _known.setdefault((tidy, ndim), tidy)
-    _known[key] = found
-    return found
+        interned = _known.setdefault((tidy, ndim), tidy)
+    _known[key] = interned
+    return interned
 
 
 def _tidy(sharding: NamedSharding) -> list[Any]:
@@ -81,6 +104,7 @@ def _tidy(sharding: NamedSharding) -> list[Any]:
     for part in sharding.spec:
         axes = [axis for axis in (part if isinstance(part, tuple) else (part,)) if axis and sizes[axis] > 1]
         parts.append(None if not axes else axes[0] if len(axes) == 1 else tuple(axes))
+    # A trailing None means what is meant without it.
     while parts and parts[-1] is None:
         parts.pop()
     return parts
@@ -90,7 +114,9 @@ def _named(sharding: Any, ndim: int) -> NamedSharding:
     """Return a sharding of another kind by the axes of the mesh, tried one after another."""
     assert home is not None
     sizes = dict(home.mesh.shape)
+    # Every dim is as long as there are devices, so that any axes of the mesh divide it evenly.
     shape = tuple([int(np.prod(list(sizes.values()), dtype=int))] * ndim)
+    # What each device holds of such an array tells two shardings apart, whatever they are called.
     want = sharding.devices_indices_map(shape)
     for spec in _specs(list(sizes), ndim):
         candidate = NamedSharding(home.mesh, PartitionSpec(*spec))
@@ -99,6 +125,7 @@ def _named(sharding: Any, ndim: int) -> NamedSharding:
     raise IsthmusError(f"an array is laid out as no axes of the mesh {sizes} can say: {sharding}")
 
 
+# All ways to give axes to dims, in the order of the axes: meshes have two or three.
 def _specs(axes: list[str], ndim: int) -> list[list[Any]]:
     specs: list[list[Any]] = [[None] * ndim]
     for axis in axes:
@@ -114,13 +141,14 @@ def _specs(axes: list[str], ndim: int) -> list[list[Any]]:
 
 def sharding_of(value: Any) -> Sharding:
     """Return how an array is split; None at home, and for tracers, which have no place."""
+    # A tracer has a place only once its program runs.
     if home is None or isinstance(value, jax.core.Tracer):
         return None
     return canonical(value.sharding, len(value.shape)) if isinstance(value, jax.Array) else None
 
 
 def example(shape: tuple[int, ...], dtype: Any, sharding: Sharding = None) -> jax.ShapeDtypeStruct:
-    """Return what a program is compiled for in the place of an array."""
+    """Return the shape, dtype and sharding that a program is compiled for in the place of an array."""
     if home is None:
         return jax.ShapeDtypeStruct(shape, dtype)
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding or home)
@@ -144,6 +172,8 @@ def put(array: np.ndarray[Any, Any], sharding: Sharding = None) -> Array:
     """Return a host array, of which every process has all, on the devices of the mesh; 64-bit types must be on."""
     place = sharding or home
     assert place is not None
+    # One process cannot put parts on another's devices, but each can fill its own.
+    # ``device_put`` needs all devices in this process; the callback fills those that are here.
     if place.is_fully_addressable:
         return jax.device_put(array, place)
     return jax.make_array_from_callback(array.shape, place, lambda at: array[at])
@@ -153,8 +183,8 @@ def note(array: np.ndarray[Any, Any]) -> None:
     """Add an array of a tensor that is about to be put to the checksum, if there are other processes."""
     if home is not None and not home.is_fully_addressable:
         flat = np.ascontiguousarray(array).reshape(-1)
-        _checksum[0] = zlib.crc32(flat.view(np.uint8).data, _checksum[0])
-        _checksum[1] += 1
+        _noted.checksum = zlib.crc32(flat.view(np.uint8).data, _noted.checksum)
+        _noted.arrays += 1
 
 
 def move(array: Array, sharding: Sharding = None) -> Array:
@@ -162,11 +192,27 @@ def move(array: Array, sharding: Sharding = None) -> Array:
     place = sharding or home
     assert place is not None
     with jax.enable_x64(True):
+        # Everything is within reach: no program is needed.
         if array.is_fully_addressable and (place.is_fully_addressable or len(array.devices()) == 1):
             return (
                 jax.device_put(array, place) if place.is_fully_addressable else put(np.asarray(array), place)
             )
-        return jax.jit(lambda x: x, out_shardings=place)(array)
+        # Devices of other processes: only a program that all of them run can move elements there.
+        return _mover(place)(array)
+
+
+@functools.cache
+def _mover(sharding: NamedSharding) -> Callable[[Array], Array]:
+    """Return a program that splits arrays like this; JAX keeps its executables by shape."""
+    return jax.jit(lambda array: array, out_shardings=sharding)
+
+
+_caches.register(
+    "programs that move arrays between shardings",
+    None,
+    lambda: _mover.cache_info().currsize,
+    _mover.cache_clear,
+)
 
 
 def gather(array: Array) -> np.ndarray[Any, Any]:
@@ -178,7 +224,7 @@ def gather(array: Array) -> np.ndarray[Any, Any]:
 
 def verify(all_gather: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]) -> None:
     """Raise if processes have moved different values to the device as if they were the same."""
-    sums = np.asarray(all_gather(np.array(_checksum, np.uint32))).reshape(-1, 2)
+    sums = np.asarray(all_gather(np.array([_noted.checksum, _noted.arrays], np.uint32))).reshape(-1, 2)
     if (sums != sums[0]).any():
         raise IsthmusError(
             f"processes moved different values to the mesh (checksum and number of arrays per process: "

@@ -1,6 +1,11 @@
 """Every private API of JAX that Isthmus uses; all of it optional, as ``isthmus._upstream`` defines that.
 
-tests/device/test_private.py checks what each name does, tests/device/test_drift.py what happens without it.
+Each name is looked up once and tried (``choose``, ``optional``). One that is missing, or does not do what it should, is
+switched off with one warning that says what is lost, and something public takes its place: slower, never wrong. So a
+new JAX costs speed until this file knows it.
+
+tests/device/test_private.py checks what each name does, tests/device/test_drift.py what happens without it;
+tests/project/test_imports.py lets no other file import ``jax._src``.
 """
 
 from __future__ import annotations
@@ -15,9 +20,11 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.export
+import numpy as np
 from jax.extend.core import Jaxpr, Primitive, get_opaque_trace_state
 from jax.interpreters import partial_eval
 
+from isthmus import _caches
 from isthmus._upstream import choose, optional, switch_off, switched_off
 
 Array = jax.Array
@@ -72,6 +79,67 @@ forgetting_callers: Callable[[], AbstractContextManager[Any]] = choose(
 )
 
 
+@functools.lru_cache(4096)
+def _type_of(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    with jax.enable_x64(True):
+        return jax.core.ShapedArray(shape, dtype)
+
+
+Put = Callable[[np.ndarray[Any, Any]], Array]
+
+
+def _tried_put(device: jax.Device) -> Put:
+    from jax._src.lib import xla_client  # type: ignore[attr-defined]  # JAX imports it there for itself
+
+    sharding = jax.sharding.SingleDeviceSharding(device)
+
+    def put(array: np.ndarray[Any, Any]) -> jax.Array:
+        type_ = _type_of(array.shape, array.dtype)
+        # A cached array would keep the code of its first caller alive, and with it a function that Dynamo forgot.
+        with forgetting_callers():
+            placed: jax.Array = xla_client.batched_device_put(
+                type_, sharding, [array], [device], True, enable_x64=True
+            )
+        return placed
+
+    wide = np.array([2**40])
+    example = jax.block_until_ready(put(wide))
+    if example.dtype != np.int64 or example.devices() != {device} or np.asarray(example).tolist() != [2**40]:
+        raise TypeError("xla_client.batched_device_put puts other arrays")
+    return put
+
+
+@functools.lru_cache(64)
+def putter(device: jax.Device) -> Put:
+    """Return ``jax.device_put`` for numpy arrays in their own dtype, whose memory may be shared; also while JAX traces.
+
+    It takes 3 µs where ``jax.device_put`` takes 36.
+    """
+
+    def public(array: np.ndarray[Any, Any]) -> jax.Array:
+        with jax.enable_x64(True), jax.ensure_compile_time_eval():
+            return jax.device_put(array, device)
+
+    otherwise: Put = public
+    return choose(
+        "_runtime.private.putter",
+        "moving a small tensor to the device takes some 30 microseconds more",
+        lambda: _tried_put(device),
+        otherwise,
+    )
+
+
+_caches.register(
+    "types of arrays that are put on a device",
+    4096,
+    lambda: _type_of.cache_info().currsize,
+    _type_of.cache_clear,
+)
+_caches.register(
+    "ways to put arrays on a device", 64, lambda: putter.cache_info().currsize, putter.cache_clear
+)
+
+
 @optional("every call of a program takes a few microseconds more", otherwise=lambda compiled: compiled)
 def fast_call(compiled: jax.stages.Compiled) -> Callable[..., Any]:
     """Return the cheapest way to call ``compiled``: JAX's C++ path, which has none for some programs."""
@@ -90,6 +158,7 @@ def without_locations(bytecode: bytes) -> bytes:
     from jax.extend.mlir import ir, passmanager
 
     # b"ML\xefR\rStableHLO_v1.15.0\x00...": the version that JAX chose, with four weeks for readers to follow.
+    # The text between ``_v`` and the first zero byte.
     version = bytecode[: bytecode.index(b"\0")].partition(b"_v")[2].decode()
     with ir.Context() as context:
         module = mlir.deserialize_portable_artifact(bytecode, context)
@@ -128,6 +197,7 @@ def is_traced(values: Sequence[object]) -> bool:
 )
 def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
     """Return a jaxpr without the equations that no result needs, and with all its arguments."""
+    # ``instantiate``: arguments that nothing needs stay, so that callers need not change.
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
@@ -136,6 +206,7 @@ def _prune(used: list[bool], *live_and_equation: Any) -> Any:
 
     JAX up to 0.11 calls it with (used results, equation), JAX 0.12 with (used results, live inputs, equation).
     """
+    # The last argument in every version.
     equation = live_and_equation[-1]
     if not any(used):
         return [False] * len(equation.invars), None
@@ -151,6 +222,7 @@ def _prune(used: list[bool], *live_and_equation: Any) -> Any:
 
 def _try_pruning(primitive: Primitive) -> None:
     """Register the rule and run it once, on a call whose second result nothing needs; undo it where that fails."""
+    # Tried with a real elimination: that the rule is accepted says nothing about how it is called.
     partial_eval.dce_rules[primitive] = _prune
     try:
         one = jax.ShapeDtypeStruct((), "float32")
@@ -189,6 +261,7 @@ def _cudnn(function: Callable[P, T]) -> Callable[P, T]:
             raise NotImplementedError(switched_off[name])
         try:
             return function(*args, **kwargs)
+        # Changed signatures and names; cuDNN's own refusals are other exceptions, and pass.
         except (AttributeError, ImportError, TypeError) as error:
             switch_off(name, "attention on GPUs takes several times as long and more memory", error)
             raise NotImplementedError(switched_off[name]) from error
@@ -231,9 +304,8 @@ def cudnn_attention_gradients(
     """Return the gradients of ``cudnn_attention`` for query, key, value and, if asked, bias, from its results."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    absent = jax.numpy.zeros(
-        0, query.dtype
-    )  # for the optional arrays: bias, lengths of sequences, page tables
+    # For the optional arrays: bias, lengths of sequences, page tables.
+    absent = jax.numpy.zeros(0, query.dtype)
     options = {
         "scale": scale,
         "seed": 42,
@@ -255,6 +327,7 @@ def cudnn_attention_gradients(
         key,
         value,
         absent if bias is None else bias,
+        # Six optional arrays: lengths of queries and keys, their offsets, page tables of keys and values.
         *[absent] * 6,
         sums,
         out,
@@ -275,11 +348,47 @@ class SymbolicSizes:
     @staticmethod
     def evaluate(size: Any, values: Mapping[str, Any]) -> Any:
         """Return a symbolic size for these values of its symbols: integers, NumPy arrays or tracers."""
-        return size._evaluate(values)
+        if not any(isinstance(value, jax.core.Tracer) for value in values.values()):
+            return size._evaluate(values)
+        try:
+            found = size._evaluate({name: _NoIndex(value) for name, value in values.items()})
+        except TypeError:  # the larger or smaller of two sizes, which JAX computes of arrays alone
+            found = size._evaluate(values)
+        return _array(found)
+
+
+class _NoIndex:
+    """An array that is no index: JAX asks each value whether it is 0 or 1, and a tracer looks for where it is from to
+    say that it does not know, through all equations traced so far."""
+
+    __array_ufunc__ = None  # NumPy's numbers leave the arithmetic to this class
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __add__(self, other: Any) -> _NoIndex:
+        return _NoIndex(self.array + _array(other))
+
+    def __mul__(self, other: Any) -> _NoIndex:
+        return _NoIndex(self.array * _array(other))
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __divmod__(self, other: Any) -> tuple[_NoIndex, _NoIndex]:
+        quotient, rest = divmod(self.array, _array(other))
+        return _NoIndex(quotient), _NoIndex(rest)
+
+    def __rdivmod__(self, other: Any) -> tuple[_NoIndex, _NoIndex]:
+        return _NoIndex(jax.numpy.asarray(other)).__divmod__(self)
+
+
+def _array(value: Any) -> Any:
+    return value.array if isinstance(value, _NoIndex) else value
 
 
 def _tried_symbolic_sizes() -> SymbolicSizes:
     a, b = jax.export.symbolic_shape("a, b")
+    # A product, a sum and a floor division: what sizes of tensors are made of.
     size = 2 * a * b - (a + 1) // 2
     if SymbolicSizes.symbols(size) != {"a", "b"} or SymbolicSizes.evaluate(size, {"a": 3, "b": 5}) != 28:
         raise TypeError("jax.export's symbolic sizes have other symbols or values")

@@ -28,11 +28,14 @@ Function = Callable[..., Any]
 
 
 def compile_with_extra(
-    function: Callable[..., tuple[Any, Extra]], inputs: Sequence[Any], donate: tuple[int, ...] = ()
+    function: Callable[..., tuple[Any, Extra]],
+    inputs: Sequence[Any],
+    donate: tuple[int, ...] = (),
+    name: str = "",
 ) -> tuple[compiler.Executable, Extra]:
     """Compile a function that returns (arrays, extra); return the executable, which returns arrays, and the extra."""
     arrays, extras = separated(function)
-    executable = compiler.build_op(arrays, inputs, donate)
+    executable = compiler.build_op(arrays, inputs, donate, name=name)
     return executable, extras[-1]
 
 
@@ -48,6 +51,7 @@ def separated(function: Callable[..., tuple[Any, Extra]]) -> tuple[Function, lis
     extras: list[Extra] = []
 
     def arrays(*inputs: Any) -> Any:
+        # JAX calls it once per trace; ``extras`` then has what the last trace found.
         results, extra = function(*inputs)
         extras.append(extra)
         return results

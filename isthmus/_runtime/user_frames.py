@@ -5,8 +5,8 @@ this package, of torch and JAX, of the standard library (``contextlib``, ``copy`
 the user) and of generated code; the user's line is the innermost frame that is none of these.
 
 ``user_line`` and ``warn_user`` walk the running stack. ``user_place`` reads a stack that torch wrote down while it
-traced, for ``isthmus.explain``. ``_lazy/sync_reasons.py`` and ``_lazy/captured_objects.py`` walk by themselves with
-``OWNERS`` and ``owner``, since they read more than the line.
+traced, for ``isthmus.explain``. ``_lazy/captured_objects.py`` walks by itself with ``OWNERS`` and ``owner``, since
+it reads more than the line. Lowerings are filed with a ``Place`` too (``_ops/registry.py``), for ``isthmus where``.
 """
 
 from __future__ import annotations
@@ -75,8 +75,29 @@ def user_line() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
 
 
+def caller_line() -> str:
+    """Return the user's line as a person reads it; on autograd's thread, the line that waits for ``backward()``."""
+    frame = _user_frame()
+    if frame is None:
+        # Another thread waits in torch's engine while autograd's thread runs: its line is what the user called.
+        waiting = [each for each in sys._current_frames().values() if _is_in_backward(each)]
+        frame = _user_frame(waiting[0]) if len(waiting) == 1 else None
+    return str(Place(frame.f_code.co_filename, frame.f_lineno)) if frame is not None else ""
+
+
+def _is_in_backward(frame: FrameType | None) -> bool:
+    # torch/autograd/graph.py calls its engine in this function alone and is in it until backward ends. A wrong guess
+    # costs a line in a report, so the name may be read from the stack; torch tells Python in no other way.
+    while frame is not None:
+        if frame.f_code.co_name == "_engine_run_backward":
+            return True
+        frame = frame.f_back
+    return False
+
+
 def user_place(stack: Sequence[tuple[str, int]]) -> Place | None:
     """Return the user's line in a stack of (file, line), outermost first; a library's where the user has none."""
+    # This package's frames are never the user's, also where it is installed from a checkout.
     others = [frame for frame in stack if not frame[0].startswith(_PACKAGE)]
     users = [frame for frame in others if owner(frame[0]) is None]
     innermost = (users or others)[-1:]
@@ -102,11 +123,13 @@ def warn_user(category: type[Warning], text: str) -> None:
     warnings.warn_explicit(text, category, name, line, scope.get("__name__"), registry)
 
 
-def _user_frame() -> FrameType | None:
-    """Return the innermost frame of the user's code on this thread."""
-    frame: FrameType | None = sys._getframe(2)
+def _user_frame(frame: FrameType | None = None) -> FrameType | None:
+    """Return the innermost frame of the user's code: on this thread, or from a frame on."""
+    # Two frames up: this function's caller is one of ours.
+    frame = frame or sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
+        # Read from the dict first: this runs for every frame of every recorded op.
         if (OWNERS[name] if name in OWNERS else owner(name)) is None:
             return frame
         frame = frame.f_back

@@ -228,6 +228,7 @@ CASES += [
     case(aten.bincount.default, i64(9).between(0, 4), f32(9), 7),
     case(aten.bincount.default, i64(9).between(0, 4), i64(9)),
     case(aten.bincount.default, i64(0), None, 3, id="empty"),
+    case(aten.bincount.default, i64(0), f32(0), 3, id="empty, weighted"),
     fails(aten.bincount.default, values([1, -1]), error=RuntimeError, match="1-d non-negative integral"),
     case(aten.repeat_interleave.Tensor, values([2, 0, 3])),
     case(aten.repeat_interleave.Tensor, values([2, 1], dtype=torch.int32), output_size=3),

@@ -9,6 +9,7 @@ from tests.support import b8, bf16, case, f32, f64, fails, i32, i64, u8, values
 
 NAN = values([1.0, math.nan, 2.0, -0.0, 0.0, -math.inf, math.inf, math.nan])
 ONE_NAN = values([1.0, math.nan, 2.0, -3.0, math.inf, -math.inf])
+NANS = values([[0.0, 1.0, math.nan], [0.0, math.nan, math.nan]])
 EDGES = values([-2.0, -1.0, 0.0, 0.0, 1.5])
 
 
@@ -76,6 +77,14 @@ for _right in (False, True):
             aten.searchsorted.Tensor, f32(2, 3, 6).then(lambda t: t.sort().values), f32(2, 3, 4), right=_right
         ),
         case(aten.searchsorted.Scalar, EDGES, 0.0, right=_right),
+        case(
+            aten.searchsorted.Tensor,
+            NANS,
+            values([[math.nan, 5.0, 0.5, math.inf]] * 2),
+            right=_right,
+            id=f"nans {_right}",
+        ),
+        case(aten.searchsorted.Tensor, values([3, 1, 2, 0]), i64(5), right=_right, id=f"not sorted {_right}"),
         case(aten.bucketize.Tensor, f32(3, 4).then(_turned), EDGES, right=_right),
         case(aten.bucketize.Tensor, i64(5), values([-1, 0, 2]), right=_right, out_int32=True),
         case(aten.bucketize.Scalar, 1, values([-1, 1, 2]), right=_right),
@@ -90,4 +99,18 @@ CASES += [
     case(aten.isin.Tensor_Tensor, NAN, values([math.nan, 2.0]), invert=True, id="nan"),
     case(aten.isin.Tensor_Scalar, i64(5), 2),
     case(aten.isin.Scalar_Tensor, 2, i64(5)),
+    case(aten._convert_indices_from_coo_to_csr.default, values([0, 0, 2, 3]), 5),
+    case(
+        aten._convert_indices_from_coo_to_csr.default,
+        values([0, 0, 2, 3], dtype=torch.int32),
+        4,
+        out_int32=True,
+    ),
+    case(aten._convert_indices_from_coo_to_csr.default, i64(0), 3, id="empty"),
+    case(aten._convert_indices_from_csr_to_coo.default, values([0, 2, 2, 3]), values([1, 4, 0])),
+    case(
+        aten._convert_indices_from_csr_to_coo.default, values([0, 2, 2, 3]), values([1, 4, 0]), transpose=True
+    ),
+    case(aten._convert_indices_from_csr_to_coo.default, values([0, 2, 3]), values([1, 4, 0]), out_int32=True),
+    case(aten._convert_indices_from_csr_to_coo.default, values([0, 0]), i64(0), id="empty"),
 ]

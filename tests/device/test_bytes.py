@@ -230,13 +230,14 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "item": lambda data: data.view(torch.bool).__setitem__(0, True),
     "out": lambda data: torch.logical_not(data[:1] > 0, out=data.view(torch.bool)[:1]),
     "read back": lambda data: data.view(torch.bool)[1:].view(torch.uint8) + 0,
+    "a view of a result": lambda data: (data + 0).view(torch.bool)[1:],
 }
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("name", [*READS, *WRITES])
 def test_a_compiled_function_of_bytes_viewed_as_booleans(name: str) -> None:
-    """Only one that writes through the view, or reads its bytes back, runs op by op."""
+    """Only one that writes through the view, or whose bytes may be read back, runs op by op."""
     function = (READS | WRITES)[name]
     data = torch.tensor([7, 5, 0, 3], dtype=torch.uint8)
     on_device = data.to("jax")
@@ -253,6 +254,8 @@ def test_a_compiled_function_of_bytes_viewed_as_booleans(name: str) -> None:
         return
     assert got.dtype == want.dtype
     assert got.tolist() == want.tolist()
+    if "view" in name:
+        assert got.view(torch.uint8).tolist() == want.view(torch.uint8).tolist()
     if name == "the view itself":
         got[1:2].logical_not_()  # the bytes beside it stay
         assert on_device.tolist() == [7, 0, 0, 3]

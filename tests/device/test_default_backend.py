@@ -26,6 +26,7 @@ def inductor(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Return the graphs that reach TorchInductor, which would want a C++ compiler here."""
     from torch._inductor import compile_fx
 
+    torch.zeros(1, device="jax")  # replaces that function, which is put back after the test
     graphs: list[Any] = []
     monkeypatch.setattr(
         compile_fx, "compile_fx", lambda module, *args, **kwargs: graphs.append(module) or module
@@ -49,6 +50,21 @@ def test_training_on_the_device_never_reaches_inductor(inductor: list[Any]) -> N
 def test_a_graph_that_only_makes_tensors_of_the_device(inductor: list[Any]) -> None:
     assert torch.compile(lambda: torch.arange(3, device="jax") + 1, fullgraph=True)().tolist() == [1, 2, 3]
     assert not inductor
+
+
+def test_a_backend_that_hands_its_graph_to_inductor() -> None:
+    import torch._inductor
+
+    graphs = []
+
+    def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(module)
+        return torch._inductor.compile(module, inputs)
+
+    x = torch.randn(3, device="jax", requires_grad=True)
+    torch.compile(lambda x: (x * 2).sin(), backend=backend, fullgraph=True)(x).sum().backward()
+    torch.testing.assert_close(x.grad.cpu(), 2 * (2 * x.detach().cpu()).cos())
+    assert len(graphs) == 1
 
 
 def test_graphs_of_other_devices_stay_inductors(inductor: list[Any]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+import isthmus
 from tests.interpreters import fresh
 
 DRAWS: dict[str, Callable[[torch.Generator], torch.Tensor]] = {
@@ -50,6 +51,32 @@ def test_states_pickles_and_copies() -> None:
     generator.set_state(saved)
     assert torch.equal(torch.rand(2, device="jax", generator=generator), expected)
     assert pickle.loads(pickle.dumps(generator)).initial_seed() == 7
+
+
+def test_the_default_generator_draws_what_ops_without_one_draw() -> None:
+    (default,) = torch.jax.default_generators
+    torch.manual_seed(5)
+    expected = torch.rand(3, device="jax"), torch.rand(3, device="jax")
+    assert default.initial_seed() == 5
+    assert default.get_offset() == 2
+    assert default.manual_seed(5) is default
+    saved = default.get_state()
+    assert torch.equal(saved, torch.jax.get_rng_state())
+    assert torch.equal(torch.rand(3, device="jax", generator=default), expected[0])
+    assert torch.equal(torch.rand(3, device="jax"), expected[1])
+    default.set_state(saved)
+    draw = isthmus.jit(lambda: (torch.rand(3, device="jax", generator=default), torch.rand(3, device="jax")))
+    for _ in range(3):  # recorded, then replayed
+        default.manual_seed(5)
+        assert all(map(torch.equal, draw(), expected))
+    with isthmus.lazy():
+        default.manual_seed(5)
+        drawn = torch.rand(3, device="jax"), torch.rand(3, device="jax", generator=default)
+    assert all(map(torch.equal, drawn, expected))
+    assert default.seed() == torch.jax.initial_seed()
+    for copied in (default.clone_state, lambda: copy.deepcopy(default), lambda: pickle.dumps(default)):
+        with pytest.raises(NotImplementedError, match="get_state"):
+            copied()
 
 
 def test_other_generators_are_torchs_own() -> None:

@@ -193,3 +193,22 @@ def test_a_complex_linear_has_the_conjugate_gradient(bias: bool) -> None:
         return [t.grad.cpu() for t in (x, *layer.parameters())]
 
     torch.testing.assert_close(gradients("jax"), gradients("cpu"))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: nn.LazyLinear(4), lambda: nn.LazyConv1d(4, 2), lambda: nn.LazyBatchNorm1d()],
+    ids=["linear", "conv", "norm"],
+)
+def test_a_lazy_module_moves_before_it_knows_its_shapes(make: Callable[[], nn.Module]) -> None:
+    x = torch.randn(3, 5, 2)
+    layer = make().to("jax").double()
+    assert isinstance(layer.weight, nn.UninitializedParameter)
+    assert layer.weight.device.type == "jax"
+    x = x if isinstance(layer, nn.LazyConv1d | nn.LazyBatchNorm1d) else x.mT
+    there = make().double()
+    there(x.double())
+    layer(x.double().to("jax"))
+    layer.load_state_dict(there.state_dict())
+    torch.testing.assert_close(layer.eval()(x.double().to("jax")).cpu(), there.eval()(x.double()))
+    assert make().to("jax").to("cpu").weight.device.type == "cpu"

@@ -16,6 +16,8 @@ from tests.conformance.trial import Trial
 from tests.conformance.values import leaves
 from tests.conformance.verdict import Entry, Verdict, chosen, judge
 
+# Optimizers at the level users have: fused divisions and roots round otherwise.
+pytestmark = pytest.mark.numerics
 STEPS = 5
 # It takes sparse gradients only, and the device has the strided layout only.
 SPARSE = {"SparseAdam"}

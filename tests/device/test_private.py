@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from isthmus import _upstream
 from isthmus._device.torch_glue import private as torch_private
 from isthmus._runtime import private as jax_private
+from isthmus._runtime.compiler import default_device
 
 
 def test_versions_are_those_checked() -> None:
@@ -113,6 +116,15 @@ def test_a_buffer_survives_what_the_storage_survives() -> None:
     assert storage._buffer is buffer
     kept = torch.nn.Parameter(torch.ones(2, device="jax")).detach()
     assert kept.tolist() == [1, 1]
+
+
+def test_redispatch_and_names_with_kernel() -> None:
+    op = torch.ops.aten._sparse_coo_tensor_with_dims.default
+    made = torch_private.redispatch(op, "SparseCPU", 2, 0, (2, 3), layout=torch.sparse_coo, device="jax")
+    assert (made.device.type, made.shape, made._nnz()) == ("jax", (2, 3), 0)
+    names = torch_private.names_with_kernel("SparseCPU")
+    assert "aten::_coalesce" in names
+    assert "aten::exp" not in names
 
 
 def test_has_kernel() -> None:
@@ -257,6 +269,13 @@ def test_forward_mode_is_noticed() -> None:
     assert seen == [False, True, True]
 
 
+def test_function_transforms_are_noticed() -> None:
+    seen = [torch_private.in_function_transform()]
+    for transform in (torch.func.grad, torch.vmap):
+        transform(lambda x: (seen.append(torch_private.in_function_transform()), x.sum())[1])(torch.ones(2))
+    assert seen == [False, True, True]
+
+
 def test_containers_of_torchs_pytrees() -> None:
     import collections
 
@@ -315,6 +334,36 @@ def test_callers_are_forgotten() -> None:
     with jax_private.forgetting_callers():
         made = jnp.ones(2) + 1
     assert __file__ not in str(made.traceback)
+
+
+def test_numpy_arrays_are_put_in_their_own_dtype() -> None:
+    put = jax_private.putter(default_device())
+    arrays = [np.array(2**40), np.array([0.1]), np.zeros((0, 3), np.int8), np.ones((2, 2), jnp.bfloat16)]
+    with jax.enable_x64(False):
+        for array in arrays:
+            found = put(array)
+            assert (found.shape, found.dtype) == (array.shape, array.dtype)
+            assert (np.asarray(found) == array).all()
+            assert found.committed
+            assert found.devices() == {default_device()}
+
+
+def test_the_first_size_and_others_are_told_apart() -> None:
+    from isthmus._dynamo.private import compiles_again
+
+    torch._dynamo.reset()
+    found = []
+
+    def backend(module: torch.fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
+        found.append(compiles_again())
+        return module.forward
+
+    run = torch.compile(lambda x: x + 1, backend=backend)
+    run(torch.ones(3))
+    run(torch.ones(4))
+    assert found == [False, True]
+    assert not compiles_again()
+    torch._dynamo.reset()
 
 
 def test_hooks_on_saved_tensors_are_seen() -> None:

@@ -242,6 +242,17 @@ def test_least_squares_of_a_batch_of_one_are_the_cpus(rows: int, driver: str) ->
     torch.testing.assert_close(got.cpu(), want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("lenient", "fresh_dynamo")
+@pytest.mark.parametrize("mode", ["eager", "lazy", "compiled"])
+def test_the_factor_of_a_singular_matrix_is_not_inverted(mode: str) -> None:
+    factors = torch.stack([torch.eye(2), torch.tensor([[1.0, 0], [2, 0]])])
+    for upper in (False, True):
+        with pytest.raises(torch.linalg.LinAlgError, match="singular"):
+            in_mode(lambda x, upper=upper: torch.cholesky_inverse(x, upper=upper), mode)(
+                factors.to("jax")
+            ).cpu()
+
+
 @pytest.mark.usefixtures("lenient")
 def test_numbers_in_a_row_are_written_to_an_out_of_any_shape_that_holds_them() -> None:
     for device in ("cpu", "jax"):

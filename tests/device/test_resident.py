@@ -21,7 +21,7 @@ from isthmus._device.core.buffer import buffer_of
 from isthmus._device.core.donation import Resident
 from isthmus._device.core.resident_state import Residence
 from isthmus._lazy import programs
-from isthmus._lazy.capture import Capture
+from isthmus._lazy.replay import Replay
 from isthmus.errors import IsthmusError
 
 
@@ -153,9 +153,10 @@ def test_batch_sizes_take_turns(bundles: str) -> None:
     training.both(3)
     for batch in (6, 5) * 5:
         training.both(batch=batch)
-    captures = [capture for found in training.step.captures.values() for capture in found]
+    kept = [training.step.captures, *training.step.ranged.values()]
+    captures = [capture for cache in kept for found in cache.values() for capture in found]
     assert len(captures) >= 2
-    assert all(not capture._residence().short for capture in captures)
+    assert all(not capture.execution.residence().short for capture in captures)
     training.compare()
 
 
@@ -246,13 +247,14 @@ def test_a_failed_replay_leaves_the_state(bundles: str, monkeypatch: Any) -> Non
     training = Training("jit")
     training.both(4)
     (capture,) = [found for captures in training.step.captures.values() for found in captures][:1]
-    assert isinstance(capture, Capture)
+    assert isinstance(capture, Replay)
+    assert capture.execution is not None
 
     def fails(*args: Any) -> Any:
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(capture.residences.program, "call", fails)
+        patch.setattr(capture.execution.program, "call", fails)
         with pytest.raises(RuntimeError, match="out of memory"):
             training.step(torch.ones(6, 4).to("jax"), torch.zeros(6, dtype=torch.long).to("jax"))
     training.both(3)

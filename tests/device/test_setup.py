@@ -261,6 +261,18 @@ def test_the_device_works_once_jax_is_there() -> None:
     assert done.stdout.splitlines()[-1] == "2.0", done.stderr
 
 
+@pytest.mark.parametrize(
+    "use", ["torch.ones(1, device='jax')", "isthmus.jit(lambda x: x)", "isthmus.jax_function"]
+)
+def test_loading_leaves_numpys_random_numbers_alone(use: str) -> None:
+    """Importing JAX draws from numpy's global generator, which the user may have seeded before the first tensor."""
+    draws = "numpy.random.seed(0); {}; print(numpy.random.rand(3).tolist())"
+    done = python("import numpy, torch, isthmus\n" + draws.format("0") + "\n" + draws.format(use))
+    assert done.returncode == 0, done.stderr
+    untouched, loaded = done.stdout.splitlines()
+    assert loaded == untouched
+
+
 def test_torch_compile_says_what_is_wrong(tmp_path: Path) -> None:
     fake = Fake("missing", tmp_path)
     code = """

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import isthmus
 from isthmus._device.core.buffer import buffer_of
@@ -53,6 +54,29 @@ def assign(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def data_of(x: torch.Tensor) -> torch.Tensor:
+    new = torch.zeros(1, device=x.device)
+    new.data = x
+    return new
+
+
+def swapped(x: torch.Tensor) -> torch.Tensor:
+    other = torch.zeros(1, device=x.device)
+    torch.utils.swap_tensors(x, other)
+    return other
+
+
+def loaded(x: torch.Tensor) -> torch.Tensor:
+    layer = nn.Linear(4, 3, bias=False).to("jax")
+    layer.load_state_dict({"weight": x})
+    return layer.weight.detach()
+
+
+def enlarged(x: torch.Tensor) -> torch.Tensor:
+    x.untyped_storage().resize_(4 * 20)
+    return x
+
+
 def resize(x: torch.Tensor) -> torch.Tensor:
     x.resize_(2, 4)
     return x
@@ -80,6 +104,33 @@ READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "lazy": in_lazy,
     "jit state": lambda x: in_jit(x).cpu(),
     "print": repr,
+    "numpy": lambda x: x.cpu().numpy().tolist(),
+    "array": lambda x: np.asarray(x.cpu()).tolist(),
+    "iteration": lambda x: [row.tolist() for row in x],
+    "bool of": lambda x: bool(x[0, 1]),
+    "bytes": lambda x: x.untyped_storage().nbytes(),
+    "bytes of the storage": lambda x: bytes(x.untyped_storage().cpu()),
+    "view of a dtype": lambda x: x.view(torch.int32).cpu(),
+    "data": lambda x: data_of(x).cpu(),
+    "swap": lambda x: swapped(x).cpu(),
+    "state_dict": lambda x: nn.ParameterList([x]).state_dict()["0"].cpu(),
+    "load_state_dict": lambda x: loaded(x).cpu(),
+    "copy to": lambda x: torch.empty(3, 4, device=x.device).copy_(x).cpu(),
+    "copy into the CPU": lambda x: torch.empty(3, 4).copy_(x),
+    "to a dtype": lambda x: x.to(torch.float64).cpu(),
+    "storage of a larger size": lambda x: enlarged(x).cpu(),
+    "fill of a storage": lambda x: (x.untyped_storage().fill_(0), x)[1].cpu(),
+    "clone of a storage": lambda x: (
+        torch.empty(0, device=x.device).set_(x.untyped_storage().clone(), 0, (3, 4)).cpu()
+    ),
+    "shallow copy": lambda x: copy.copy(x).cpu(),
+    "jit argument": lambda x: isthmus.jit(lambda y: y * 2 + y.sum())(x).cpu(),
+    "index": lambda x: x[torch.tensor([2, 0], device=x.device)].cpu(),
+    "masked write": lambda x: x.masked_fill_(x > 5, 0.0).cpu(),
+    "equal": lambda x: torch.equal(x, VALUES.to("jax")),
+    "nonzero": lambda x: x.nonzero().cpu(),
+    "functional": lambda x: torch.func.vmap(lambda row: row * row.sum())(x).cpu(),
+    "jax function": lambda x: isthmus.jax_function(lambda a: a.sum(0))(x).cpu(),
 }
 
 
@@ -105,7 +156,29 @@ def test_arrays_and_dlpack_have_the_exact_shape() -> None:
     assert exported.tolist() == VALUES.tolist()
 
 
+def test_where_the_data_is() -> None:
+    """``data_ptr`` names the storage, whether or not its array is padded."""
+    x = with_slack()
+    before = x.data_ptr()
+    assert before == x.untyped_storage().data_ptr()
+    x.sum().item()  # takes the padding away
+    assert x.data_ptr() == before
+    assert x[1:].data_ptr() == before + 4 * 4
+
+
+def test_a_copy_does_not_share_what_is_written() -> None:
+    x = with_slack()
+    copies = [copy.deepcopy(x), x.clone(), x.detach().clone()]
+    x.zero_()
+    assert all(each.tolist() == VALUES.tolist() for each in copies)
+    y = with_slack()
+    kept = y.detach()  # shares the storage
+    y.add_(1)
+    assert kept.tolist() == (VALUES + 1).tolist()
+
+
 def test_a_read_leaves_an_exact_array_in_the_buffer() -> None:
+    isthmus.config.shapes = "exact"  # a program for a range, if another test has made one, takes the padding
     x = with_slack()
     x.sum().item()
     held = buffer_of(x).held

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import inspect
 import types
+from collections.abc import Iterator
 
+import jax
 import pytest
 import torch
+
+import isthmus
+from isthmus._device.torch_glue import device_memory
+from isthmus._runtime import watching
 
 # What torch.cuda has and the device does not, each for one of these reasons.
 ABSENT = {
@@ -27,7 +33,6 @@ ABSENT = {
         "ComplexDoubleStorage ComplexFloatStorage DoubleStorage DoubleTensor FloatStorage FloatTensor HalfStorage "
         "HalfTensor IntStorage IntTensor LongStorage LongTensor ShortStorage ShortTensor"
     ),
-    "generators of devices, of which Python can make no default one": "default_generators",
 }
 
 
@@ -44,6 +49,16 @@ def test_what_torch_cuda_has_is_there_or_absent_for_a_reason() -> None:
         assert not hasattr(torch.jax, name), f"{name} is there now: take it off the list"
 
 
+def test_backends_has_a_module_for_the_device() -> None:
+    import torch.backends.jax as module
+
+    assert module is torch.backends.jax
+    assert module.is_built()
+    assert module.is_available()
+    assert module.version() == jax.__version__
+    assert module.platform() == jax.default_backend()
+
+
 def test_memory() -> None:
     x = torch.ones(3_000_001, device="jax")  # larger than what other tests leave behind
     assert torch.jax.memory_allocated() >= x.nbytes
@@ -51,6 +66,7 @@ def test_memory() -> None:
     free, total = torch.jax.mem_get_info()
     assert 0 < free <= total
     assert torch.jax.device_memory_used() <= total
+    assert torch.jax.get_device_properties().total_memory == total
     nested = torch.jax.memory_stats_as_nested_dict()
     assert (
         nested["allocated_bytes"]["all"]["current"] == torch.jax.memory_stats()["allocated_bytes.all.current"]
@@ -62,6 +78,40 @@ def test_memory() -> None:
     assert torch.jax.memory.memory_allocated is torch.jax.memory_allocated
     with pytest.raises(RuntimeError, match=r"XLA_PYTHON_CLIENT_MEM_FRACTION=0\.5"):
         torch.jax.set_per_process_memory_fraction(0.5)
+
+
+@pytest.fixture
+def counted() -> Iterator[None]:
+    yield
+    watching.remove(device_memory._counted)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="JAX counts there, and its count cannot be reset")
+def test_the_peak_of_eager_programs(counted: None) -> None:
+    x = torch.ones(1_000_003, device="jax")
+    (x + 1) * 2  # compiles
+    torch.jax.reset_peak_memory_stats()
+    before = torch.jax.memory_allocated()
+    y = (x + 1) * 2
+    assert torch.jax.memory_allocated() == before + y.nbytes
+    assert torch.jax.max_memory_allocated() == before + 2 * x.nbytes  # x + 1 and its double
+    del y
+    torch.jax.reset_peak_memory_stats()
+    x.add_(1)  # in place: no second array is alive after it
+    assert torch.jax.max_memory_allocated() == torch.jax.memory_allocated() == before
+    with isthmus.lazy():
+        y = (x + 1) * 2
+        isthmus.sync()
+    # One program, whose parts are its own; it has a few bytes of checks beside its result.
+    assert 0 <= torch.jax.max_memory_allocated() - before - y.nbytes < 1000
+
+
+def test_a_traced_array_is_not_counted(counted: None) -> None:
+    torch.jax.reset_peak_memory_stats()
+    before = torch.jax.memory_allocated()
+    apply = isthmus.torch_function(lambda x: (x + 1) * 2)
+    assert jax.eval_shape(apply, jax.ShapeDtypeStruct((1_000_003,), "float32")).shape == (1_000_003,)
+    assert torch.jax.max_memory_allocated() < before + 1_000_003 * 4
 
 
 def test_autocast_is_bfloat16_unless_another_dtype_is_named() -> None:

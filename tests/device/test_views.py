@@ -1,9 +1,13 @@
 """Views as torch has them: taken and written on both devices, layouts, elements, base and errors agree."""
 
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+
+from tests.support import in_mode
 
 GRID = torch.arange(24.0).reshape(4, 6)
 WHOLE = torch.arange(24).reshape(4, 6)
@@ -245,6 +249,24 @@ def test_lazy_conjugates_reach_the_right_ops() -> None:
         x.conj().copy_(COMPLEX * 2)
         x.conj().imag.add_(1)
     torch.testing.assert_close(there.cpu(), here)
+
+
+@pytest.mark.parametrize("mode", ["eager", "lazy", "compiled"])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x, y: x.copy_((y * 1j).conj()),
+        lambda x, y: x.real.copy_((y * 1j).conj().imag),
+        lambda x, y: x.conj().copy_((y * 1j).conj()),
+        lambda x, y: x.copy_(torch._neg_view(y * 1)),
+        lambda x, y: x.real.contiguous().copy_(torch._neg_view(y.real)),
+    ],
+)
+def test_conjugate_and_negative_views_are_copied_from(write: Callable[..., Any], mode: str) -> None:
+    here, there = COMPLEX.clone(), COMPLEX.to("jax")
+    want, got = write(here, here * 2), in_mode(write, mode)(there, there * 2)
+    for ours, theirs in ((got, want), (there, here)):
+        torch.testing.assert_close(ours.cpu(), theirs.resolve_conj().resolve_neg())
 
 
 def test_views_know_their_base() -> None:

@@ -120,6 +120,17 @@ def check_async_and_coalesced(rank: int, world: int) -> None:
         dist.all_reduce(b)
     same(a, sum(everyone(world, (2,))))
     same(b, sum(everyone(world, (5,))))
+    parts = [torch.empty(n, device="jax") for n in (1, 3)]
+    with dist._coalescing_manager():
+        for part in parts:
+            dist.reduce_scatter_tensor(part, data(rank, (world * part.numel(),)).to("jax"))
+    for part in parts:
+        same(part, sum(everyone(world, (world * part.numel(),))).chunk(world)[rank])
+    lists = [[torch.empty(n, device="jax") for n in (2, 5)] for _ in range(world)]
+    dist.all_gather_coalesced(lists, [data(rank, (n,)).to("jax") for n in (2, 5)])
+    for r, outs in enumerate(lists):
+        for out in outs:
+            same(out, data(r, (out.numel(),)))
     with dist._coalescing_manager(async_ops=True) as pending:
         outs = [torch.empty(world * 2, device="jax") for _ in range(2)]
         for out in outs:
@@ -203,6 +214,12 @@ def check_all_to_all(rank: int, world: int) -> None:
     dist.all_to_all_single(out, x.to("jax"), receives, sizes[rank])
     inputs = [data(r, (sum(sizes[r]), 2)).split(sizes[r])[rank] for r in range(world)]
     same(out, torch.cat(inputs))
+    # Everything goes from the first rank to the last, and the others have nothing to send.
+    sends = [3 * (r == world - 1 and rank == 0) for r in range(world)]
+    receives = [3 * (r == 0 and rank == world - 1) for r in range(world)]
+    out = torch.empty(sum(receives), 2, device="jax")
+    dist.all_to_all_single(out, data(rank, (sum(sends), 2)).to("jax"), receives, sends)
+    same(out, data(0, (3, 2))[: sum(receives)])
     outs = [torch.empty(r + 1, rank + 1, device="jax") for r in range(world)]
     dist.all_to_all(outs, [data(rank * 10 + r, (rank + 1, r + 1)).to("jax") for r in range(world)])
     for r, x in enumerate(outs):
@@ -255,6 +272,9 @@ def check_objects_and_cpu(rank: int, world: int) -> None:
     objects: list[Any] = [None] * world
     dist.all_gather_object(objects, {"rank": rank})
     assert objects == [{"rank": r} for r in range(world)]
+    gathered = [None] * world if rank == 1 else None
+    dist.gather_object({"rank": rank}, gathered, dst=1)
+    assert rank != 1 or gathered == objects
     one = [("from", rank)]
     dist.broadcast_object_list(one, 1)
     assert one == [("from", 1)]

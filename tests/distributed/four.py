@@ -11,7 +11,15 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
 
 from tests.distributed.models import make, part, same_training, train
 from tests.distributed.training import parallel, shard
@@ -70,25 +78,46 @@ def check_compiled_groups_of_some(rank: int, world: int) -> None:
     assert got.tolist() == [2.0 * (rank // 2 * 4 + 1) + 1] * 3
 
 
-def check_pipeline(rank: int, world: int) -> None:
-    torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(world)]
-    model = nn.Sequential(*copy.deepcopy(layers))
+def check_pipelines(rank: int, world: int) -> None:
+    """Every schedule, with one stage a rank or two, gives the gradients of the whole batch, twice."""
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(8, 8, generator=generator), torch.randn(8, 8, generator=generator)
-    stage = PipelineStage(layers[rank].to("jax"), rank, world, torch.device("jax"))
-    schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=F.mse_loss)
-    if rank == 0:
-        schedule.step(x.to("jax"))
-    elif rank == world - 1:
+    for schedule_of, stages_each in (
+        (ScheduleGPipe, 1),
+        (Schedule1F1B, 1),
+        (ScheduleInterleaved1F1B, 2),
+        (ScheduleLoopedBFS, 2),
+        (ScheduleInterleavedZeroBubble, 2),
+        (ScheduleZBVZeroBubble, 2),
+    ):
+        count = world * stages_each
+        own = [rank + world * n for n in range(stages_each)]
+        if schedule_of is ScheduleZBVZeroBubble:  # the last stages go back the way of the first
+            own = [rank, count - 1 - rank]
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(count)]
+        model = nn.Sequential(*copy.deepcopy(layers))
+        stages = [PipelineStage(layers[n].to("jax"), n, count, torch.device("jax")) for n in own]
+        schedule = schedule_of(
+            stages[0] if stages_each == 1 else stages, n_microbatches=4, loss_fn=F.mse_loss
+        )
         losses: list[torch.Tensor] = []
-        schedule.step(target=y.to("jax"), losses=losses)
-        mean = torch.stack([each.detach() for each in losses]).mean()
-        torch.testing.assert_close(mean.cpu(), F.mse_loss(model(x), y).detach())
-    else:
-        schedule.step()
-    # Gradients of a mean over microbatches, as the schedule scales them.
-    F.mse_loss(model(x), y).backward()
-    torch.testing.assert_close(
-        layers[rank][0].weight.grad.cpu(), model[rank][0].weight.grad, rtol=1e-5, atol=1e-6
-    )
+        for _ in range(2):
+            losses.clear()
+            for layer in layers:
+                layer.zero_grad()
+            is_last = count - 1 in own
+            schedule.step(
+                *([x.to("jax")] if 0 in own else []),
+                **({"target": y.to("jax"), "losses": losses} if is_last else {}),
+            )
+        loss = F.mse_loss(model(x), y)
+        if is_last:
+            mean = torch.stack([each.detach() for each in losses]).mean()
+            torch.testing.assert_close(mean.cpu(), loss.detach())
+        # Gradients of a mean over microbatches, as the schedule scales them.
+        loss.backward()
+        for n in own:
+            torch.testing.assert_close(
+                layers[n][0].weight.grad.cpu(), model[n][0].weight.grad, rtol=1e-5, atol=1e-6
+            )

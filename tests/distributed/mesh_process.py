@@ -23,9 +23,19 @@ def run(
     module: str, *arguments: str, timeout: float = 300, devices: int = 8, processes: int = 1
 ) -> list[Any]:
     """Run a module of the tests on that many devices a process; return what it printed with ``say``."""
+    ran = ended(module, *arguments, timeout=timeout, devices=devices, processes=processes)
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-6000:]
+    # Two processes may write on one line.
+    return [json.JSONDecoder().raw_decode(said)[0] for said in ran.stdout.split(_MARK)[1:]]
+
+
+def ended(
+    module: str, *arguments: str, timeout: float, devices: int, processes: int
+) -> subprocess.CompletedProcess[str]:
+    """Run a module as ``run`` does, and return how it ended."""
     launch = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", f"--master-port={_free_port()}"]
     flags = f"{UNOPTIMIZED} --xla_force_host_platform_device_count={devices}"
-    ran = subprocess.run(
+    return subprocess.run(
         [sys.executable, *(launch if processes > 1 else []), "-m", f"tests.distributed.{module}", *arguments],
         env={
             **os.environ,
@@ -39,10 +49,6 @@ def run(
         text=True,
         timeout=timeout,
     )
-    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-6000:]
-    return [
-        json.loads(line.removeprefix(_MARK)) for line in ran.stdout.splitlines() if line.startswith(_MARK)
-    ]
 
 
 def _free_port() -> int:
@@ -56,4 +62,4 @@ _MARK = "said: "
 
 def say(value: Any) -> None:
     """Print a value for the test that started this process."""
-    print(_MARK + json.dumps(value), flush=True)
+    print(_MARK + json.dumps(value) + "\n", end="", flush=True)

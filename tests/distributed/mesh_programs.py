@@ -1,6 +1,6 @@
 """What XLA makes of split programs: says the collectives of a forward and its backward.
 
-``python -m tests.distributed.mesh_programs fsdp|tp``
+``python -m tests.distributed.mesh_programs fsdp|tp|block``
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 import isthmus
 import isthmus.distributed as dist
 from tests.distributed.mesh_process import say
+from tests.distributed.mesh_training import Block
 
 
 def main(parallelism: str) -> None:
     """Say the collectives that ``isthmus.explain`` lists, forward and backward, and the text it prints."""
     mesh = dist.init_device_mesh((4, 2), ("dp", "tp"))
+    x = torch.randn(16, 16)
     layers = [
         nn.Linear(16, 64),
         nn.GELU(),
@@ -28,7 +30,7 @@ def main(parallelism: str) -> None:
         nn.GELU(),
         nn.Linear(64, 16),
     ]
-    model = nn.Sequential(*layers).to("jax")
+    model: nn.Module = nn.Sequential(*layers).to("jax")
     if parallelism == "tp":
         plan = {
             "0": ColwiseParallel(),
@@ -37,9 +39,16 @@ def main(parallelism: str) -> None:
             "5": RowwiseParallel(),
         }
         dist.parallelize_module(model, mesh["tp"], plan)
+    elif parallelism == "block":  # attention and a feed-forward network
+        model, x = Block(16, 8, 0.0).to("jax"), torch.randn(16, 8, 16)
+        plan = {
+            **{name: ColwiseParallel() for name in ("q", "k", "v", "up")},
+            **{name: RowwiseParallel() for name in ("o", "down")},
+        }
+        dist.parallelize_module(model, mesh["tp"], plan)
     else:
         dist.fully_shard(model, mesh=mesh["dp"])
-    x = dist.distribute_tensor(torch.randn(16, 16), mesh["dp"], [Shard(0)])
+    x = dist.distribute_tensor(x, mesh["dp"], [Shard(0)])
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         return model(x)

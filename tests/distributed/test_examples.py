@@ -41,7 +41,6 @@ def test_ddp() -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
-@pytest.mark.slow
 def test_fsdp2() -> None:
     text = torchrun("fsdp2")
     losses = [float(each) for each in re.findall(r"step \d: loss ([\d.]+)", text)]

@@ -39,7 +39,6 @@ def test_fsdp_and_tp_in_one_process() -> None:
     assert mesh[1] < mesh[0]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_processes_of_four_devices() -> None:
     out = ran(

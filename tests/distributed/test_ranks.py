@@ -12,12 +12,18 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    assert launch.failures("tests.distributed.quick", tmp_path, timeout=280) == {"passed": 22}
+    assert launch.failures("tests.distributed.quick", tmp_path, timeout=580) == {"passed": 23}
+
+
+def test_four_ranks_in_short(tmp_path: Path) -> None:
+    only = "check_groups,check_hsdp"
+    said = launch.failures("tests.distributed.four", tmp_path, world=4, timeout=280, only=only)
+    assert said == {"passed": 2}
 
 
 @pytest.mark.slow
 def test_training(tmp_path: Path) -> None:
-    assert launch.failures("tests.distributed.training", tmp_path, timeout=500) == {"passed": 16}
+    assert launch.failures("tests.distributed.training", tmp_path, timeout=560) == {"passed": 19}
 
 
 @pytest.mark.slow

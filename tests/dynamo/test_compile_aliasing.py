@@ -481,6 +481,21 @@ RESULTS = [
         gap=RETYPED,
     ),
     Case("conjugate of an intermediate", lambda x: (x * 2j).conj(), lambda t: (t(3),)),
+    Case(
+        "as_strided of a negative view",
+        lambda x: torch._neg_view(x * 2).as_strided((2, 2), (1, 3), 2) + 0,
+        lambda t: (t(3, 4),),
+    ),
+    Case(
+        "as_strided of the imaginary part of a conjugate",
+        lambda x: (x * (1 + 1j)).conj().imag.as_strided((2,), (4,), 1) + 0,
+        lambda t: (t(4),),
+    ),
+    Case(
+        "as_strided of a conjugate",
+        lambda x: x.conj().as_strided((2,), (2,), 1) + 0,
+        lambda t: (t(4, dtype=torch.complex64),),
+    ),
     Case("result twice", lambda x: (lambda y: (y, y, [y]))(x * 2), lambda t: (t(3),)),
     Case("result twice, with gradient", lambda x: (lambda y: (y, y))(x * 2), lambda t: (t(3, grad=True),)),
     Case("equal expressions", lambda x: (x * 2, x * 2), lambda t: (t(3),)),

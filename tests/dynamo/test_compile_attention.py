@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from isthmus._dynamo import compile_log, decompositions
+from isthmus._dynamo import attention, compile_log, decompositions
 
 aten = torch.ops.aten
 BATCH, HEADS, LENGTH, WIDTH = 2, 4, 37, 8
@@ -89,3 +89,20 @@ def test_dropout_stays_with_cuda() -> None:
 
     assert kernel in targets(0.5)
     assert kernel not in targets(0.0)
+
+
+@pytest.mark.parametrize("needed", [False, True])
+def test_a_bias_has_a_gradient_where_it_is_asked_for(needed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    one_op = attention._BACKWARD
+
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        asked.append(args[5])
+        return one_op(*args, **kwargs)
+
+    monkeypatch.setattr(attention, "_BACKWARD", backward)
+    q = torch.randn(BATCH, HEADS, LENGTH, WIDTH, device="jax", requires_grad=True)
+    bias = torch.randn(BATCH, 1, LENGTH, LENGTH, device="jax", requires_grad=needed)
+    bias = bias.expand(-1, HEADS, -1, -1)
+    torch.compile(efficient, backend="isthmus")(q, q, q, bias).sum().backward()
+    assert asked == [[True, True, True, needed]]

@@ -404,6 +404,23 @@ def test_the_page_shows_the_clusters(cut: Explanation, tmp_path: Path) -> None:
     assert "between = opaque(before)" in reader.texts("td")
 
 
+def test_what_cannot_be_padded_is_named(tmp_path: Path) -> None:
+    def spectrum(x: Tensor) -> Tensor:
+        return torch.fft.rfft(x).abs().sum()
+
+    x = torch.ones(6).to("jax")
+    assert isthmus.explain(spectrum)(x).refused == ()
+    found = isthmus.explain(spectrum, dynamic=True)(x)
+    ((name, why),) = found.refused
+    assert name.startswith("inference")
+    assert why == "fft: of a padded axis"
+    assert "compiled for each size, because they cannot be padded" in str(found)
+    assert len(found.compiled) == 1
+    found.save_html(tmp_path / "page.html")
+    assert why in (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert isthmus.explain(lambda x: x.sum(), dynamic=True)(x).refused == ()
+
+
 def test_the_page_escapes_what_it_is_given(tmp_path: Path) -> None:
     evil = '<script>alert("&")</script>'
     steps = (

@@ -278,3 +278,27 @@ def test_images_are_saved_with_their_channels_last_on_gpus(platform, monkeypatch
 def test_strides_with_channels_last():
     x = torch.empty(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
     assert channels_last_strides((2, 3, 4, 5)) == x.stride()
+
+
+@pytest.mark.parametrize("fallback", ["error", "cpu"])
+def test_graphs_of_cpu_tensors_keep_theirs_in_one_tensor_of_the_device(fallback):
+    def loss_of(model, x):
+        y = model(x)
+        if (
+            fallback == "cpu"
+        ):  # an op that nothing lowers cuts the graph, and what is kept crosses between programs
+            y = y * torch.geqrf(y.detach()[0])[0].sum().sin()
+        return y.square().mean()
+
+    model = Block()
+    ours = copy.deepcopy(model)
+    x = torch.randn(2, 4, 8)
+    run = compiled(loss_of, fallback=fallback)
+    for _ in range(2):
+        loss = run(ours, x)
+        kept = [tensor for tensor in saved_by(loss) if saved_tensors.contents_of(tensor) is not None]
+        assert [tensor.device.type for tensor in kept] == ["jax"]
+        loss.backward()
+        loss_of(model, x).backward()
+        for a, b in zip(gradients(ours), gradients(model), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -98,7 +98,7 @@ def test_a_folder_and_a_file_hold_the_same(tmp_path: Path) -> None:
 def test_the_loader_is_short_and_knows_no_torch() -> None:
     for module in ("loader", "executables"):
         lines = Path(find_spec(f"isthmus._export.{module}").origin).read_text().splitlines()
-        assert len(lines) < 100
+        assert len(lines) < 120
         assert not any("import torch" in line or "isthmus import" in line for line in lines)
 
 
@@ -438,12 +438,12 @@ def test_an_op_without_a_lowering_is_named() -> None:
 
 
 def test_an_op_and_the_dim_it_cannot_take_are_named() -> None:
-    class Cut(nn.Module):
+    class Volume(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return (x + 1).unfold(0, 2, 1)
+            return torch.linalg.det(x @ x.T)
 
-    said = fails_to_export(Cut(), torch.ones(6, 4), dynamic_shapes={"x": {0: "count"}})
-    assert "aten.unfold.default cannot be exported with dynamic dimension 'count'" in said
+    said = fails_to_export(Volume(), torch.ones(6, 4), dynamic_shapes={"x": {0: "count"}})
+    assert "aten._linalg_det.default cannot be exported with dynamic dimension 'count'" in said
     assert "test_export.py" in said
     assert "leave those dims out of dynamic_shapes" in said
 

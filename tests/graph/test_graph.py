@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from isthmus._graph.backends import backend_named, register_backend
 from isthmus._graph.fx import to_fx
 from isthmus._graph.graph import Graph, check
 from isthmus._graph.layout import Spec
-from isthmus._graph.nodes import Call, Input, Item, Leaf, Node, Type, call_of, leaf, node
+from isthmus._graph.nodes import TABLE, Call, Input, Item, Leaf, Node, Type, call_of, leaf, node, temporary
 from isthmus._graph.reference import Reference
 from isthmus._graph.text import dot, text
 from isthmus.errors import ConfigError, IsthmusError
@@ -771,3 +772,24 @@ class TestBackends:
         register_backend("recorder", mine)
         assert backend_named("recorder") is mine
         assert isinstance(backend_named("reference"), Reference)
+
+
+def test_temporary_nodes_are_seen_by_their_thread_alone() -> None:
+    """What another thread records meanwhile stays in the tables, and it never gets a node that is about to go."""
+    x = array(0, 3)
+    before = len(TABLE)
+    with temporary():
+        mine = unary(aten.sin.default, x)
+        assert unary(aten.sin.default, x) is mine
+        with temporary():
+            assert unary(aten.sin.default, x) is mine
+        assert unary(aten.sin.default, x) is mine
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(unary, aten.sin.default, x).result()
+            kept = pool.submit(unary, aten.tan.default, x).result()
+        assert other is not mine
+        assert unary(aten.sin.default, x) is mine
+        assert unary(aten.tan.default, x) is kept
+    assert unary(aten.sin.default, x) is other
+    assert unary(aten.tan.default, x) is kept
+    assert len(TABLE) == before + 2

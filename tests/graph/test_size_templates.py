@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import Input, Type, call_of, leaf, node
-from isthmus._graph.size_templates import Expression, generalise, skeleton
+from isthmus._graph.size_guesses import generalise
+from isthmus._graph.size_templates import Expression, Ints, Template, skeleton
 
 aten = torch.ops.aten
 
@@ -19,6 +20,15 @@ def doubled(*size: int, dim: int = 0) -> Graph:
     result = tuple(2 * n if d == dim else n for d, n in enumerate(size))
     arguments = {"tensors": (Input(0), Input(1)), "dim": dim}
     return Graph.of((node(call_of(aten.cat.default, arguments, [Type(result, torch.float32)]), x, x),))
+
+
+def integers(template: Template, sizes: Ints) -> Ints:
+    """Return all integers of the graph that a template says these sizes have."""
+    quantities = template.quantities(sizes)
+    expressions = template.expressions
+    return tuple(
+        expressions[i].value(quantities) if i in expressions else n for i, n in enumerate(template.fixed)
+    )
 
 
 def test_graphs_of_other_sizes_have_one_skeleton() -> None:
@@ -41,7 +51,7 @@ def test_integers_that_differ_become_expressions_of_sizes() -> None:
     template = generalise([(3, 5, 6, 5), (4, 5, 8, 5)], (0, 1))
     assert template is not None
     assert template.places == (0,)
-    assert template.expressions == {0: Expression(1, (0,), 0), 2: Expression(2, (0,), 0)}
+    assert template.expressions == {0: Expression(((1, (0,)),)), 2: Expression(((2, (0,)),))}
     assert template.match((9, 5, 18, 5)) == (9,)
     assert template.match((9, 5, 17, 5)) is None, "an integer that is not what the expression says"
     assert template.match((9, 6, 18, 6)) is None, "a size that never changed is fixed"
@@ -54,7 +64,7 @@ def test_sizes_that_are_equal_by_chance_are_told_apart_by_a_third_sample() -> No
     template = generalise([*both, (4, 7, 28)], (0, 1))
     assert template is not None
     assert template.places == (0, 1)
-    assert template.expressions[2] == Expression(1, (0, 1), 0)
+    assert template.expressions[2] == Expression(((1, (0, 1)),))
     assert template.match((5, 9, 45)) == (5, 9)
     assert template.match((5, 9, 44)) is None
 
@@ -71,6 +81,25 @@ def test_a_dim_that_was_never_empty_is_not_empty() -> None:
     assert template.match((3, 0)) is None
 
 
+def test_sizes_may_be_counted_in_units() -> None:
+    """Images that are cut into patches: the sides are multiples of what those seen are multiples of."""
+    template = generalise([(8, 2, 16), (12, 3, 24)], (0,), 1, in_units=True)
+    assert template is not None
+    assert template.units == (4,)
+    assert template.match((20, 5, 40)) == (5,)
+    assert integers(template, (5,)) == (20, 5, 40)
+    assert template.match((18, 4, 36)) is None, "no multiple"
+    assert template.match((20, 5, 41)) is None
+
+
+def test_sizes_may_start_with_the_smallest_seen() -> None:
+    template = generalise([(9, 18), (7, 14), (12, 24)], (0,), None)
+    assert template is not None
+    assert template.least == (7,)
+    assert template.match((6, 12)) is None
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # slow is the machine
 @given(
     samples=st.lists(st.tuples(st.integers(2, 60), st.integers(2, 60)), min_size=2, max_size=4, unique=True),
     new=st.tuples(st.integers(2, 60), st.integers(2, 60)),
@@ -87,9 +116,7 @@ def test_a_match_is_exact(samples: list[tuple[int, int]], new: tuple[int, int], 
     sizes = template.match(ints(*new))
     if sizes is None:
         return
-    values = [template.expressions[i].value(sizes) if i in template.expressions else n
-              for i, n in enumerate(template.fixed)]  # fmt: skip
-    assert tuple(values) == ints(*new)
+    assert integers(template, sizes) == ints(*new)
 
 
 def test_lifting_puts_expressions_into_the_graph() -> None:

@@ -417,3 +417,28 @@ def test_an_array_from_outside_is_taken_anew_by_jit() -> None:
     assert f(x).tolist() == [2, 2]
     held["a"] = jnp.full(2, 5.0)
     assert f(x).tolist() == [6, 6]
+
+
+@pytest.mark.parametrize("way", ["default", "closure", "module"])
+def test_a_compiled_function_is_not_given_another_jax_function(way: str) -> None:
+    """One line of code compiled with several JAX functions that differ in what they close over."""
+
+    class Apply(torch.nn.Module):
+        def __init__(self, function: Any) -> None:
+            super().__init__()
+            self.function = function
+
+        def forward(self, x: Any) -> Any:
+            return self.function(x)
+
+    def around(scaled: Any) -> Any:
+        if way == "module":
+            return Apply(scaled)
+        return (lambda x, f=scaled: f(x)) if way == "default" else (lambda x: scaled(x))
+
+    x = torch.ones(2, device="jax", requires_grad=True)
+    for n in range(3):
+        compiled = torch.compile(around(isthmus.jax_function(lambda a, n=n: a * (n + 2))), backend="isthmus")
+        compiled(x).sum().backward()
+        assert x.grad.tolist() == [n + 2.0] * 2
+        x.grad = None

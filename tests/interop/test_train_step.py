@@ -186,8 +186,8 @@ def test_a_module_may_be_named_twice() -> None:
 
 def program(step: Any) -> Any:
     """Return the program of a step, which has been recorded once."""
-    ((capture,),) = step.captures.values()
-    return capture.residences.program.executable
+    ((replay,),) = step.captures.values()
+    return replay.execution.program.executable
 
 
 def test_remat_keeps_arguments_and_computes_again() -> None:
@@ -201,7 +201,9 @@ def test_remat_keeps_arguments_and_computes_again() -> None:
         step(x)
         programs.append(program(step))
     texts = [one.lowered.as_text() for one in programs]
-    assert [text.count("stablehlo.optimization_barrier") for text in texts] == [0, 16]
+    # Products of transposed matrices have barriers of their own on the CPU.
+    plain, again = (text.count("stablehlo.optimization_barrier") for text in texts)
+    assert again - plain == 16
     assert [text.count("stablehlo.tanh") for text in texts] == [8, 16]
     if (
         jax.default_backend() != "cpu"

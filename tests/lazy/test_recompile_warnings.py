@@ -16,12 +16,12 @@ from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import Node
 from isthmus._lazy import recompile_warnings
 from isthmus._lazy.recompile_warnings import RecompilationWarning
+from tests.lazy.helpers import setting
 
 
 @pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_rows", "_told", "_last", "_due"):
-        monkeypatch.setattr(recompile_warnings, name, type(getattr(recompile_warnings, name))())
+def quiet() -> None:
+    recompile_warnings.forget()
 
 
 @contextmanager
@@ -44,7 +44,7 @@ def run(sizes: list[int]) -> list[float]:
 
 
 def test_a_shape_that_never_comes_back_is_warned_about_once() -> None:
-    with caught() as found:
+    with setting("shapes", "exact"), caught() as found:
         assert run(list(range(1, 13))) == [2.0 * n for n in range(1, 13)]
     (warning,) = found
     assert (warning.filename, warning.lineno) == (__file__, run.__code__.co_firstlineno + 5)
@@ -54,16 +54,31 @@ def test_a_shape_that_never_comes_back_is_warned_about_once() -> None:
     assert "pad it" in text
 
 
+def test_shapes_in_ranges_are_no_storm() -> None:
+    with caught() as found:
+        assert run(list(range(1, 13))) == [2.0 * n for n in range(1, 13)]
+    assert found == []
+
+
+def test_what_cannot_be_padded_is_named() -> None:
+    with caught() as found, isthmus.lazy():
+        for n in range(4, 16):
+            x = torch.ones(n).to("jax")
+            assert torch.fft.rfft(x[1:]).real.sum().item() == pytest.approx(n - 1)
+    (warning,) = found
+    assert "not padded    fft: of a padded axis" in str(warning.message)
+
+
 @pytest.mark.parametrize("sizes", [[1, 2, 3, 4], [7] * 12, [1, 2, 3, 4, 1, 5, 6, 7, 8, 1]], ids=str)
 def test_fewer_in_a_row_are_not(sizes: list[int]) -> None:
     isthmus._lazy.programs._families.clear()
-    with caught() as found:
+    with setting("shapes", "exact"), caught() as found:
         run(sizes)
     assert found == []
 
 
 def test_lines_have_rows_of_their_own() -> None:
-    with caught() as found, isthmus.lazy():
+    with setting("shapes", "exact"), caught() as found, isthmus.lazy():
         for n in range(20, 24):
             x = torch.ones(n).to("jax")
             x.mul(2).sum().item()
@@ -79,7 +94,7 @@ def test_a_warning_made_an_error_loses_nothing() -> None:
             kept.append(torch.ones(n).to("jax").mul(2))
             kept[-1].sum().item()
 
-    with isthmus.lazy(), warnings.catch_warnings():
+    with setting("shapes", "exact"), isthmus.lazy(), warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(RecompilationWarning):
             grow()
@@ -92,7 +107,7 @@ def test_lines_kept_are_few() -> None:
         recompile_warnings.note(f"file.py:{n}", graph)
     assert len(recompile_warnings._rows) == recompile_warnings._LINES
     for n in range(1000):
-        recompile_warnings._told.add(f"file.py:{n}")
+        recompile_warnings._warned.add(f"file.py:{n}")
         recompile_warnings.note(f"file.py:{n}", graph)
     assert len(recompile_warnings._last) == recompile_warnings._LINES
     assert recompile_warnings.last("file.py:999") is graph

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 import isthmus
 from tests.models import GPT, LSTM, DropoutMLP, ResNet18, SmallGPT, SmallLSTM, SmallResNet
 
+pytestmark = pytest.mark.numerics
+
 MODES = ["lazy", "jit"]
 RATES = {"SGD": 0.05, "Adam": 3e-3, "AdamW": 3e-3}
 OPTIMIZERS = list(RATES)

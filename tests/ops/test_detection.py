@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import importlib.util
 import math
 from typing import Any
@@ -9,8 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+import isthmus
 from isthmus._runtime import counters
+from tests.changing_sizes import Detector, floats
 from tests.interpreters import forked_early
+from tests.lazy.helpers import setting
 
 SCHEMAS = [
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
@@ -83,6 +88,24 @@ def random_boxes(count: int, dtype: torch.dtype = torch.float32) -> tuple[torch.
 def test_nms(count: int, threshold: float, dtype: torch.dtype) -> None:
     boxes, scores = random_boxes(count, dtype)
     assert on_device(ops.nms, boxes, scores, threshold).tolist() == nms(boxes, scores, threshold).tolist()
+
+
+@pytest.mark.parametrize("mode", ["lazy", "eager"])
+def test_nms_of_the_boxes_of_images_of_many_sizes(mode: str) -> None:
+    """A detector with ranges of sizes: its boxes, which are padded, and the ones that are kept of them."""
+    torch.manual_seed(0)
+    detector = Detector().eval()
+    ours = copy.deepcopy(detector).to("jax")
+    for size in ((16, 16), (24, 16), (24, 20), (32, 32), (18, 22)):
+        images = floats(1, 3, *size)
+        recording = isthmus.lazy() if mode == "lazy" else contextlib.nullcontext()
+        with setting("shapes", "auto"), torch.no_grad(), recording:
+            boxes, scores = detector.every_box(images)
+            expected = nms(boxes[0], scores[0], 0.4)
+            boxes, scores = ours.every_box(images.to("jax"))
+            kept = ops.nms(boxes[0], scores[0], 0.4)
+            assert kept.tolist() == expected.tolist()
+            torch.testing.assert_close(boxes[0][kept].cpu(), detector.every_box(images)[0][0][expected])
 
 
 def test_nms_at_the_threshold_keeps_both() -> None:

@@ -59,6 +59,7 @@ NUMERICS = {
     "normalization",
     "reduction",
     "softmax",
+    "special",
     "unary",
 }
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import runpy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-DEMO = "char_gpt"  # what `make demo` runs: longer, and with options
+DEMO = {"char_gpt", "demo"}  # what `make demo` runs: longer, and with options
 
 
 def falls(losses: list[float], below: float) -> None:
@@ -67,7 +69,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     name.removeprefix("check_"): check for name, check in globals().items() if name.startswith("check_")
 }
 RANKS = {"ddp", "fsdp2"}  # run by several processes, in tests/distributed/test_examples.py
-EXAMPLES = sorted({path.stem for path in (ROOT / "examples").glob("*.py")} - {DEMO} - RANKS)
+EXAMPLES = sorted({path.stem for path in (ROOT / "examples").glob("*.py")} - DEMO - RANKS)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -83,3 +85,37 @@ def test_example_is_short_and_listed(name: str) -> None:
     assert len(text.splitlines()) < 80
     assert f"\npython examples/{name}.py" in text
     assert f"(../examples/{name}.py)" in (ROOT / "docs" / "examples.md").read_text()
+
+
+@pytest.fixture
+def demo(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The demo's names; it imports the model from the file beside it."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    return runpy.run_path(str(ROOT / "examples" / "demo.py"), run_name="demo")
+
+
+def test_demo_compares_modes_by_their_steady_steps(demo: dict[str, Any]) -> None:
+    # Reads every 10 steps: 4 s while compiling, then 1 s and 0.5 s a read.
+    cpu = demo["Run"]("CPU torch", [4.0] * 20 + [2.0] * 20, [1.0, 2.0, 3.0, 4.0])
+    fast = demo["Run"]("isthmus.jit", [4.0] * 20 + [2.0] * 20, [4.0, 4.5, 5.0, 5.5])
+    lines = demo["table"]([cpu, fast]).splitlines()
+    assert lines[1].split()[2:] == ["10,240", "1.00", "x", "2.0", "s", "2.00000"]
+    assert lines[2].split()[1:] == ["20,480", "2.00", "x", "4.5", "s", "2.00000"]
+    picture = demo["picture"]([cpu, fast])
+    curves = re.findall(r'points="([^"]*)"', picture)
+    assert len(curves) == 4
+    assert curves[0] == curves[1]  # over steps they are one
+    assert curves[2] != curves[3]  # over seconds they are not
+
+
+@pytest.mark.slow
+def test_demo_trains_alike_in_every_mode(
+    demo: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--steps", "40", "--picture", str(tmp_path / "demo.svg")])
+    assert demo["main"]() == 0
+    said = capsys.readouterr().out
+    (apart,) = re.findall(r"differ between modes by (\S+) at most", said)
+    assert float(apart) < 1e-4
+    assert "Ops of this device that ran on the CPU: none." in said
+    assert (tmp_path / "demo.svg").read_text().startswith("<svg")

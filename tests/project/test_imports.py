@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
+import torch
+from torch import nn
 
+from isthmus._device.torch_glue.patches import TABLE
 from tests.interpreters import forked, forked_early, fresh
 
 ROOT = Path(__file__).parents[2]
@@ -18,7 +22,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Imports point down this list, or stay on their line; everything not named here is public and comes first.
 ORDER = [
-    {"public"},
+    {"public", "integrations"},
     {"_distributed"},
     {"_export", "_interop"},
     {"_dynamo", "_lazy"},
@@ -28,14 +32,16 @@ ORDER = [
     {"_runtime"},
     {"_graph"},
     {"_upstream"},
-    {"config", "errors", "_caches", "_settings"},
+    {"config", "errors", "_after_import", "_caches", "_settings"},
 ]
 # The files that may touch private names, which every new version of torch or JAX may change.
 PRIVATE_TORCH = {
     "_graph/private.py",  # what every layer needs
+    "_graph/promotion.py",  # apart from it, since it loads sympy
     "_device/torch_glue/private.py",
     "_device/torch_glue/pytree.py",
     "_device/torch_glue/registration.py",  # what gives torch the device, before anything else is loaded
+    "_device/torch_glue/patches.py",  # the table of patches
     "_dynamo/private.py",
 }
 PRIVATE_JAX = {"_runtime/private.py"}
@@ -46,6 +52,51 @@ EXCEPTIONS = {
     "torch.ops.": "an op's name is the name of its schema, underscore or not; _graph/names.py finds it missing",
     "torch._foreach_": "functions on lists of tensors that torch documents",
     "torch.utils._python_dispatch.TorchDispatchMode": "torch's documents name it under Extending PyTorch",
+}
+ATTRIBUTE_CALLS = (
+    "getattr",
+    "hasattr",
+    "setattr",
+    "delattr",
+    "inspect.getattr_static",
+    "object.__getattribute__",
+)
+ROOTS = ("torch", "functorch", "jax", "jaxlib")
+# What rows of the table of patches name as owners, which those who apply a row repeat.
+PATCHED = {row.owner for row in TABLE}
+# Names of theirs count wherever they are read, also where a class of ours has one of the same name.
+THEIRS = {
+    name
+    for kind in (
+        torch.Tensor,
+        nn.Module,
+        torch.optim.Optimizer,
+        torch.UntypedStorage,
+        torch.fx.Graph,
+        jax.Array,
+    )
+    for name in [*dir(kind), *(vars(nn.Linear(1, 1)) if kind is nn.Module else ())]
+    if name.startswith("_") and not name.startswith("__")
+}
+# Attributes with an underscore that are not torch's: whose they are.
+OF_OTHERS = {
+    "_buffer": "ours, on a storage of torch's (_device/torch_glue/private.py)",
+    "_nnz": "a method of sparse tensors that torch's documents name",
+    "_coalesced_": "an ATen op, as a method of sparse tensors",
+    "_indices": "an ATen op, as a method of sparse tensors",
+    "_values": "an ATen op, as a method of sparse tensors",
+    "_departed": "ours, on a storage of torch's (_dynamo/dlpack.py)",
+    "_fields": "named tuples; documented",
+    "_initializing": "importlib: the spec of a module that is being imported",
+    "_getframe": "sys; documented",
+    "_current_frames": "sys; documented",
+    "_exit": "os; documented",
+    "_asdict": "named tuples; documented",
+    "_name_": "enum; documented",
+    "_value_": "enum; documented",
+    "_extra_reducers": "multiprocessing.reduction, where torch registers its own",
+    "_attn_implementation": "transformers' configuration of a model",
+    "_pad_token_tensor": "transformers' configuration of a generation",
 }
 
 
@@ -112,49 +163,169 @@ def test_imports_point_down() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def private_names_in(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
-    """Yield (line, name, "torch" or "jax") of every private name a file uses, also where a string names it."""
+def aliases_in(tree: ast.AST) -> dict[str, str]:
+    """Return the dotted name of each module of torch or JAX, or object in one, that a file gives a name of its own."""
+    found: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.asname: alias.name for alias in node.names if alias.asname}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return {name: whole for name, whole in found.items() if whole.split(".")[0] in ROOTS}
+
+
+def own_names(tree: ast.AST) -> set[str]:
+    """Return the names with an underscore that a file defines: its functions, classes, variables and attributes."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+                found.add(node.attr)
+        elif isinstance(node, ast.Assign) and "__slots__" in map(ast.unparse, node.targets):
+            found.update(n.value for n in ast.walk(node.value) if isinstance(n, ast.Constant))
+    return found
+
+
+def private_names_in(tree: ast.AST, own: Set[str] = frozenset()) -> Iterator[tuple[int, str, str]]:
+    """Yield (line, name, "torch", "jax" or "either") of every private name a file uses.
+
+    Names are followed through ``import torch as t`` and ``from torch import nn``. A string counts where it names a
+    module or is an attribute's name (``getattr``, ``attrgetter``, a key of ``vars()``). An attribute of any other
+    object counts where no file of the package defines it: ``own`` are the names that some file does. One that torch's
+    classes have as well (``THEIRS``) is ours on ``self`` alone.
+    """
+    aliases = aliases_in(tree)
     for line, name in names_in(tree):
+        first, *rest = name.split(".")
+        name = ".".join([aliases.get(first, first), *rest])
         root, *rest = name.split(".")
-        hidden = any(part.startswith("_") and not part.startswith("__") for part in rest)
-        excepted = name.startswith(tuple(EXCEPTIONS))
+        hidden = any(_is_private(part) for part in rest)
+        if name.startswith(tuple(EXCEPTIONS)):
+            continue
         if root == "jaxlib" or (root == "jax" and hidden):
             yield line, name, "jax"
-        elif (root in ("torch", "functorch") and hidden and not excepted) or {
-            *rest[-1:]
-        } & PRIVATE_ATTRIBUTES:
+        elif (root in ("torch", "functorch") and hidden) or {*rest[-1:]} & PRIVATE_ATTRIBUTES:
             yield line, name, "torch"
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and node.value in PRIVATE_ATTRIBUTES:
-            yield node.lineno, repr(node.value), "torch"
+        if isinstance(node, ast.Attribute) and _is_private(node.attr):
+            base = ast.unparse(node.value)
+            whole = ".".join([aliases.get(base.split(".")[0], base.split(".")[0]), *base.split(".")[1:]])
+            ours = node.attr in own and (node.attr not in THEIRS or base in ("self", "cls"))
+            foreign = not ours and node.attr not in OF_OTHERS
+            if foreign and not f"{whole}.".startswith(("torch.", "jax.")) and not base.endswith("aten"):
+                yield node.lineno, f"{base}.{node.attr}", "either"
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            root, *rest = node.value.split(".")
+            module = root in ROOTS and all(part.isidentifier() for part in rest) and node.value not in PATCHED
+            if node.value in PRIVATE_ATTRIBUTES or (module and any(map(_is_private, rest))):
+                yield node.lineno, repr(node.value), "jax" if root in ("jax", "jaxlib") else "torch"
+        for base, name in attributes_by_name(node):
+            if (
+                _is_private(name)
+                and name not in (own - THEIRS) | OF_OTHERS.keys()
+                and not base.endswith("aten")
+            ):
+                yield getattr(node, "lineno", 0), f"{base}.{name}", "either"
+
+
+def attributes_by_name(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """Yield (object, attribute) for an expression that names an attribute by a string."""
+    base, names = "", []
+    if isinstance(node, ast.Subscript) and _is_namespace(node.value):
+        base, names = ast.unparse(node.value), [node.slice]
+    elif isinstance(node, ast.Call):
+        function = ast.unparse(node.func)
+        last = function.split(".")[-1]
+        if function in ATTRIBUTE_CALLS and len(node.args) > 1:
+            base, names = ast.unparse(node.args[0]), [node.args[1]]
+        elif last in ("attrgetter", "methodcaller", "__getattr__", "__getattribute__"):
+            base, names = function, node.args
+        elif isinstance(node.func, ast.Attribute) and _is_namespace(node.func.value):
+            base, names = function, node.args[:1]  # vars(x).get("_y")
+    for name in names:
+        if isinstance(name, ast.Constant) and isinstance(name.value, str):
+            yield from ((base, part) for part in name.value.split("."))
+
+
+def _is_namespace(node: ast.AST) -> bool:
+    """Return whether an expression is the dict of an object's attributes: ``vars(x)`` or ``x.__dict__``."""
+    text = ast.unparse(node)
+    return text.startswith("vars(") or text.endswith(".__dict__")
+
+
+def _is_private(part: str) -> bool:
+    return part.startswith("_") and not part.startswith("__") and part != "_"
+
+
+PLANTED = """
+import torch._dynamo.config
+from torch.utils import _pytree
+from torch.utils._pytree import tree_map
+x = op._schema.name
+x = tensor.untyped_storage()._cdata
+x = attrgetter('_cdata')
+import jax._src.core
+x = torch._C._acc.create_empty_tensor()
+import torch as t; x = t._C._x()
+import jax as j; x = j._src.core
+from torch import nn; x = nn.Module._apply
+import torch.nn.functional as F; x = F._verify_batch_size([1])
+from torch import Tensor; x = Tensor._make_subclass
+from jax import lax; x = lax._convolution
+import jax.numpy as jnp; x = jnp._convolve
+from torch import _dynamo as d; x = d.reset()
+x = getattr(torch, '_C')
+x = getattr(op, '_handle')
+setattr(module, '_parameters', {})
+m = importlib.import_module('torch._dynamo.utils')
+m = sys.modules['jax._src.core']
+from jaxlib import xla_client
+x = tensor._version
+x = module._parameters
+from functorch import _C
+x = torch.__dict__['_C']
+x = vars(module)['_parameters']
+x = module.__dict__.get('_forward_hooks')
+x = operator.attrgetter('grad_fn._saved_self')(t)
+x = methodcaller('_make_subclass')(t)
+x = object.__getattribute__(torch, '_C')
+x = torch.__getattr__('_C')
+x = inspect.getattr_static(torch, '_C')
+x = storage._set_from_file
+"""
+PUBLIC = """
+x = torch.ops.aten._softmax.default
+x = torch._foreach_add([y], 1)
+x = torch.nn.Linear.__init__
+import jax.interpreters.partial_eval
+from torch import nn; x = nn.Linear(_, 2)
+x = self._ours.of_theirs + other._ours
+x = getattr(self, '_ours')
+x = "torch.float32 and jax._src in a sentence"
+"""
 
 
 def test_the_check_sees_private_names() -> None:
-    lines = [
-        "import torch._dynamo.config",
-        "from torch.utils import _pytree",
-        "from torch.utils._pytree import tree_map",
-        "x = op._schema.name",
-        "x = tensor.untyped_storage()._cdata",
-        "x = attrgetter('_cdata')",
-        "import jax._src.core",
-        "x = torch._C._acc.create_empty_tensor()",
-        "x = torch.ops.aten._softmax.default",
-        "x = torch._foreach_add([y], 1)",
-        "x = torch.nn.Linear.__init__",
-        "import jax.interpreters.partial_eval",
-    ]
-    found = {line for line, _, _ in private_names_in(ast.parse("\n".join(lines)))}
-    assert found == {1, 2, 3, 4, 5, 6, 7, 8}
+    lines = PLANTED.strip().splitlines()
+    seen = {line for line, _, _ in private_names_in(ast.parse("\n".join(lines)))}
+    assert seen == set(range(1, len(lines) + 1))
+    assert list(private_names_in(ast.parse(PUBLIC), {"_ours"})) == []
 
 
 def test_private_names_stay_in_their_files() -> None:
     wrong = []
-    allowed = {"torch": PRIVATE_TORCH, "jax": PRIVATE_JAX}
+    allowed = {"torch": PRIVATE_TORCH, "jax": PRIVATE_JAX, "either": PRIVATE_TORCH | PRIVATE_JAX}
+    own = set().union(*(own_names(tree) for _, tree in trees()))
     for file, tree in trees():
         where = file.relative_to(PACKAGE).as_posix()
-        for line, name, whose in private_names_in(tree):
-            if where not in allowed[whose]:
+        for line, name, whose in private_names_in(tree, own):
+            # A file of ``integrations`` knows the library it is for, and is loaded with it.
+            of_library = whose == "either" and where.startswith("integrations/")
+            if where not in allowed[whose] and not of_library:
                 wrong.append(f"{where}:{line} uses {name}: it belongs in one of {sorted(allowed[whose])}")
     assert not wrong, "\n".join(wrong)
 
@@ -175,7 +346,7 @@ def python(code: str, run: Any = fresh, **environment: str) -> str:
 LOADED = """
 import sys
 heavy = ("jax", "jaxlib", "isthmus._ops", "isthmus._ops.registry", "isthmus._device.core.dispatch",
-         "torch._dynamo", "torch._inductor")
+         "torch._dynamo", "torch._inductor", "sympy")
 print([name for name in heavy if name in sys.modules])
 """
 

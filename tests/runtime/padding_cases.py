@@ -284,6 +284,8 @@ CASES = [
     case("dropout", lambda x: jnp.where(_draw(lambda k, shape: jax.random.bernoulli(k, 0.5, shape))(x), x, 0),
          BS8, guarded=True),
     case("matrices", _batch_solve, ("b", 3, 3)),
+    case("permutation", lambda x: lax.linalg.lu_pivots_to_permutation(jnp.maximum(x, jnp.arange(3, dtype=I32)), 5),
+         (("b", 3), I32)),
     case("fft", lambda x: (jnp.fft.fft(x).real, jnp.fft.rfft(x).imag), ("s", 8)),
     case("complex", lambda x: (x.sum(0), x @ x.T, jnp.sort(x, 0), x.real), (("s", 3), C64), guarded=True),
     case("half", lambda x: (x.max(0), x.sum(0)), (("s", 3), F16), guarded=True),

@@ -76,7 +76,7 @@ def test_no_more_than_last_bits_differ(
         used.append(cpu_compile_options.options_for(traced))
         return used[-1]
 
-    def build_op(function: Any, inputs: Any, donate: Any = (), sharding: Any = None) -> Any:
+    def build_op(function: Any, inputs: Any, donate: Any = (), sharding: Any = None, name: str = "") -> Any:
         ways = [compiler.build(function, inputs, (), way) for way in (noted, None)]
 
         def call(*arrays: Any) -> Any:

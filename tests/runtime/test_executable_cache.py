@@ -61,9 +61,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def build(scale: float = 3.0, **options: Any) -> np.ndarray[Any, Any]:
+def build(scale: float = 3.0, title: str = "", **options: Any) -> np.ndarray[Any, Any]:
     """Compile a small program, run it, and return its result."""
-    made = compiler.build(lambda x: (jnp.cumsum(x) * scale,), [X], (), options)
+    made = compiler.build(lambda x: (jnp.cumsum(x) * scale,), [X], (), options, title)
     return np.asarray(made.call(X)[0])
 
 
@@ -78,6 +78,14 @@ def test_a_program_is_found_by_what_it_is(cache: Path) -> None:
     build(xla_embed_ir_in_executable=True)
     assert len(executables(cache)) == 3, "other options for XLA are another file"
     assert isthmus.metrics.counts()["loaded from disk"] == 1
+
+
+def test_a_program_is_found_under_another_name(cache: Path) -> None:
+    """Graphs are numbered in the order a process compiles them in, which may be another one in the next process."""
+    build(title="graph 1 (7 nodes)")
+    np.testing.assert_array_equal(build(title="graph 2 (7 nodes)"), np.cumsum(X) * 3)
+    assert isthmus.metrics.counts()["loaded from disk"] == 1
+    assert len(executables(cache)) == 1
 
 
 @pytest.mark.parametrize("damage", ["cut short", "nonsense", "empty"])

@@ -70,6 +70,17 @@ def test_a_short_compilation_says_nothing(terminal: Terminal, monkeypatch: pytes
     assert terminal.getvalue() == ""
 
 
+def test_a_notebook_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As ipykernel has it: a stream that is no terminal, known by where its class is from.
+    kernel_stream = type("OutStream", (Terminal,), {"__module__": "ipykernel.iostream"})
+    stream = kernel_stream(tty=False)
+    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=stream))
+    monkeypatch.setattr(progress, "_PATIENCE", 0.0)
+    with progress.line("forward 0"):
+        assert stream.written.wait(TIMEOUT)
+    assert re.search(r"\risthmus: compiled forward 0 in \d+\.\d s\n", stream.getvalue())
+
+
 @pytest.mark.parametrize("why", ["not a terminal", "off", "no title"])
 def test_nobody_to_tell(terminal: Terminal, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     if why == "not a terminal":

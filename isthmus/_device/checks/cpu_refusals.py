@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isthmus import _caches
 from isthmus._device.core import mode
 from isthmus._device.core.buffer import buffer_of
 from isthmus._device.core.inference import Warnings, numbers_as_tensors, recorded
@@ -75,6 +76,7 @@ _RESIZED = "An output with one or more elements was resized"
 _LIMIT = 4096
 # What the CPU said of stand-ins but not of the calls they stood for.
 _artifacts: set[Any] = set()
+_caches.register("refusals due to stand-ins", _LIMIT, lambda: len(_artifacts), lambda: _artifacts.clear())
 
 
 def check(
@@ -144,8 +146,8 @@ def _resized(warning: tuple[type[Warning], str], sizes: dict[int, int]) -> tuple
 def may_be_asked(name: str) -> bool:
     """Return whether the CPU's kernel of an op of this name can be trusted with arguments that were made up.
 
-    Only what people call is: gradients and the inner halves of other ops believe what they are told, and read outside
-    their memory (LSTMs of oneDNN, solvers given pivots, pools given the indices of another pool).
+    Only ops that users call can be: gradients and the inner halves of other ops do not check their arguments, and read
+    outside their memory (LSTMs of oneDNN, solvers given pivots, pools given the indices of another pool).
     """
     inner = name.startswith("_") and not name.startswith(_INNER_ASKED)
     return not inner and not _TRUSTING.search(name)
@@ -207,7 +209,7 @@ def _is_certain(op: OpOverload, values: Values, error: Exception, again: Excepti
 
 
 def _artifact(op: OpOverload, values: Values, error: Exception) -> Any:
-    """Return what is remembered of a refusal that was due to stand-ins: other dtypes may have other reasons."""
+    """Return the key of a refusal that was due to stand-ins: other dtypes may have other reasons."""
     return (op, _text(error), *[tensor.dtype for tensor in _tensors(values)])
 
 
@@ -218,7 +220,7 @@ def _note_artifact(op: OpOverload, values: Values, error: Exception) -> None:
 
 
 def _choice(op: OpOverload, values: Values) -> tuple[Any, bool]:
-    """Return what makes stand-ins for a call, None where nothing can, and whether they have its tensors' sizes."""
+    """Return a maker of stand-ins for a call, None where there is none, and whether they have its tensors' sizes."""
     tensors = tensors_of(values)
     lie = sum([buffer_of(t).signature.nbytes for t in tensors])
     shown = sum([t.numel() for t in tensors])  # more than they lie in, where they are expanded
@@ -235,13 +237,13 @@ def _small(op: OpOverload | None, values: Values, tensors: list[Tensor]) -> tupl
     sizes = {n: _KEPT + 1 + at for at, n in enumerate(large)}
     if op is _GROUP_NORM:
         return functools.partial(_group_norm, sizes=sizes), False
-    # Some kernels believe sizes they are told in numbers, or those of gradients: others would be memory out of bounds.
+    # Some kernels do not check sizes given as numbers, or those of gradients: wrong ones would read out of bounds.
     # What the schema calls a Scalar is an operand and no size.
     operands = set() if op is None else {a.position for a in schema_of(op).arguments if a.kind == "scalar"}
-    told = any([type(v) is int and v > _KEPT and at not in operands for at, v in enumerate(values)])
+    numeric = any([type(v) is int and v > _KEPT and at not in operands for at, v in enumerate(values)])
     lists = [item for value in values if isinstance(value, (list, tuple)) for item in value]
     unknown = any([type(item) is int and item > _KEPT and item not in sizes for item in lists])
-    if told or unknown or (op is not None and "backward" in schema_of(op).name):
+    if numeric or unknown or (op is not None and "backward" in schema_of(op).name):
         return None, False
     return functools.partial(compact, sizes=sizes, operands=operands), False
 
@@ -254,7 +256,7 @@ def _group_norm(values: Values, sizes: dict[int, int], filled: bool = False) -> 
 
 
 def _text(error: Exception) -> str:
-    """Return what an error says, sizes and addresses aside."""
+    """Return the text of an error without sizes and addresses."""
     return f"{type(error).__name__}: {_DIGITS.sub('#', str(error).split(chr(10))[0])}"
 
 
@@ -376,6 +378,8 @@ def _to_cpu(value: Any, moved: dict[int, Tensor]) -> Any:
 
 def _expanded_like(tensor: Tensor) -> Tensor:
     """Return a "jax" tensor on the CPU, expanded there where it is expanded here: it may be of any size."""
+    if tensor.layout is not torch.strided:
+        return tensor.cpu()
     repeated = [n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
     if not any(repeated) or tensor.is_conj() or tensor.is_neg():
         return tensor.cpu()
@@ -404,7 +408,7 @@ def stand_ins(values: Values, filled: bool = False) -> Values:
 def compact(
     values: Values, sizes: dict[int, int], filled: bool = False, operands: Set[int] = frozenset()
 ) -> Values:
-    """Return a call's arguments with CPU tensors of other sizes; what is given twice still is.
+    """Return a call's arguments with CPU tensors of other sizes; a tensor that is passed twice still is.
 
     Numbers that are a size stand for the new size, but for those at the places ``operands``.
     """

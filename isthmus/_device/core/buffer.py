@@ -27,6 +27,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from isthmus import _caches
 from isthmus._device.core import donation, mode
 from isthmus._device.torch_glue.private import contents, empty_tensor, restride, set_contents
 from isthmus._graph.layout import Spec, contiguous_strides, is_as_made, span, storage_shape
@@ -68,6 +69,8 @@ class Signature:
         sharding: Any = None,
     ) -> Signature:
         """Return the one signature with these parts."""
+        # ``setdefault`` and not an assignment: two threads may get here at once, and keys are compared by
+        # identity, so both must leave with the same object.
         key = (shape, dtype, traced, shrunk, sharding)
         return cls._known.get(key) or cls._known.setdefault(key, cls(*key))
 
@@ -87,6 +90,10 @@ class Signature:
         return f"{self.dtype}{list(self.shape)}{' traced' if self.traced else ''}{split}"
 
 
+# Listed and never cleared: keys compare signatures by identity, so buffers that live need the ones that are there.
+_caches.register("signatures of arrays", None, lambda: len(Signature._known), lambda: None)
+
+
 class Buffer:
     """The contents of a storage: an array whose elements, in row-major order, are the storage's.
 
@@ -104,11 +111,14 @@ class Buffer:
     @property
     def value(self) -> Array:
         """Return the array, computed if it has only been recorded."""
+        # A tracer belongs to a JAX trace on this thread, which is none of the recording's business.
         if mode.current.capture is not None and not self.signature.traced:
             return mode.current.capture.read(self)
         if type(self.held) is Node:
+            # Runs the recorded graph, which replaces the node in every buffer that it computes.
             mode.current.materialise(self)
         held = self.held
+        # Read before the tests below, and only once: another thread may change ``held`` at any time.
         if type(held) in donation.MARKERS:
             held = donation.settled(self)
         if type(held) is Lost:
@@ -122,7 +132,7 @@ class Buffer:
 
         ``held`` may be set instead where the call that computed ``value`` read this buffer: it failed for a marker.
         """
-        if type(self.held) in donation.MARKERS:
+        if type(self.held) in donation.ELSEWHERE:
             # A program that keeps the old array would otherwise go on with that one.
             donation.settled(self)
         self.held = value
@@ -131,6 +141,7 @@ class Buffer:
         """Replace the node it holds by the node's array; where XLA was to choose how it is split, it has."""
         self.held = value
         if self.signature.sharding is placement.OPEN:
+            # Until now it was not known how XLA would split it, so its signature said OPEN; plans need the real one.
             self.signature = Signature.of(value)
 
     def rebind(self, value: Array) -> None:
@@ -153,11 +164,17 @@ class Lost:
 def buffer_of(tensor: torch.Tensor) -> Buffer:
     """Return the buffer behind a "jax" tensor; raise torch's error for two devices where it has none."""
     try:
+        # A storage of another device has no such attribute; a sparse tensor has no storage at all.
         return tensor.untyped_storage()._buffer  # type: ignore[attr-defined]
     except AttributeError:
         raise RuntimeError(
             f"Expected all tensors to be on the same device, but found at least two devices, jax:0 and "
             f"{tensor.device}!"
+        ) from None
+    except NotImplementedError:
+        raise IsthmusError(
+            f"a {str(tensor.layout).removeprefix('torch.')} tensor has no memory of its own, so it is no input or "
+            f"result of a program, nor of isthmus.jit: give it its indices and values, which are tensors"
         ) from None
 
 
@@ -197,6 +214,7 @@ def wrap_strided(
     """Return a new tensor of this layout on a new storage that holds ``value``."""
     buffer = Buffer(value, Signature.of(value))
     if mode.current.capture is not None:
+        # A recording of isthmus.jit must know which tensors were made inside it, or it takes them for inputs.
         mode.current.capture.note_own(buffer)
     return new_tensor(size, None if is_as_made(size, stride) else stride, dtype, buffer)
 
@@ -209,6 +227,7 @@ def maker(spec: Spec, traced: bool, sharding: Any = None) -> Callable[[Array], t
     """
     size, stride, dtype = spec.size, spec.stride, spec.dtype
     if traced:
+        # The signature is read off each value: that of a tracer says so, and has no sharding.
         return lambda value: wrap_strided(value, size, stride, dtype)
     signature = Signature.intern(storage_shape(size, stride), to_jax_dtype(dtype), sharding=sharding)
     contiguous = is_as_made(size, stride)
@@ -228,6 +247,7 @@ def check_reach(tensor: torch.Tensor) -> None:
     """Raise if a tensor shows more than its storage has, as one does whose storage was resized."""
     buffer = buffer_if_any(tensor) if tensor.device.type == "jax" else None
     if buffer is None or not tensor.numel():
+        # An empty tensor shows nothing, wherever its offset says that it begins.
         return
     needed = (int(tensor.storage_offset()) + span(tensor.shape, tensor.stride())) * tensor.dtype.itemsize
     if needed > buffer.signature.nbytes:

@@ -27,12 +27,14 @@ from isthmus.errors import Unsupported
 @functools.cache
 def function_for(op: OpOverload) -> Callable[[dict[str, Any]], Any] | None:
     """Return a function of arrays that runs torch's decomposition of ``op``, or None if torch has none."""
+    # A decomposition returns new values; the forms that write are derived from it as from a lowering.
     if schema_of(op).mutated:
         return None
     decomposition = decompositions().get(op)
     return None if decomposition is None else functools.partial(_run, op, decomposition)
 
 
+# The ops that this thread is decomposing: one that turns up again would recurse for ever.
 _running = threading.local()
 
 
@@ -46,12 +48,14 @@ def _run(op: OpOverload, decomposition: Callable[..., Any], arguments: dict[str,
         a.name: ABSENT if a.has_default and arguments[a.name] is a.default else to_torch(arguments[a.name])
         for a in schema.arguments
     }
+    # ``torch.full`` and its like: no tensor among the arguments says which device is meant.
     makes = "device" in values and not any(a.kind in ("tensor", "tensors") for a in schema.arguments)
     if makes and values["device"] is ABSENT:
         values["device"] = torch.device("jax")  # torch's own default is the CPU
     args, kwargs = schema.split(tuple(values.values()))
     inside.append(op)
     try:
+        # The decomposition runs on tensors with tracers; what autograd would record of them has no reader.
         with torch.no_grad():
             return to_arrays(decomposition(*args, **kwargs))
     finally:
@@ -71,6 +75,7 @@ def to_torch(value: Any) -> Any:
 
 def to_arrays(value: Any) -> Any:
     """Return the arrays that "jax" tensors show."""
+    # ``transfers`` imports ``dispatch``, which imports ``plan``, which imports this file.
     from isthmus._device.core.transfers import array_of
 
     if isinstance(value, torch.Tensor):

@@ -3,14 +3,20 @@
 JAX differentiates a lowering primitive by primitive. At kinks, at zero, and for symmetric matrices the result differs
 from torch's choice; some lowerings have no derivative at all. For these ops (``BY_TORCH``) the derivative is torch's
 own backward formula: it is linear in the incoming gradient, so JAX transposes it for forward mode. ``plan.Builder``
-wraps a tier in ``differentiable`` where buffers hold tracers.
+wraps a tier in ``differentiable`` where buffers hold tracers::
+
+    jax.grad(lambda x: functional_relu(x).sum())(0.)       # 0.0, torch's choice; JAX's own for max(x, 0) is 0.5
+
+``Call`` is one such call as a ``custom_jvp`` (or ``custom_vjp``, for formulas that JAX cannot transpose): its rule runs
+the op once more on tensors that hold the tracers, and asks torch's autograd for the gradient.
+
+A new op belongs into ``BY_TORCH`` if tests/interop/test_gradients_in_jax.py finds another gradient than torch's.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -26,7 +32,7 @@ from isthmus._graph.names import aten
 from isthmus._graph.private import OpOverload
 from isthmus._graph.schema import schema_of
 from isthmus._ops.common import Number, linear
-from isthmus._ops.value_checks import collecting, require
+from isthmus._ops.value_checks import Checks, collecting, require
 from isthmus._runtime.dtypes import to_torch_dtype
 from isthmus._runtime.mesh_axes import varying_alike
 
@@ -73,32 +79,10 @@ def differentiable(op: OpOverload, tier: Tier) -> Tier:
 
     def run(arguments: dict[str, Any]) -> Any:
         call = Call(op, tier, arguments)
+        # A sum of scattered values has the derivative that JAX finds, in both modes.
         return tier(arguments) if call.is_fixed or arguments.get("reduce") == "sum" else call.run()
 
     return run
-
-
-@jax.tree_util.register_pytree_node_class
-@dataclass(frozen=True)
-class Conditions:
-    """The flags that a call requires to be true, and what to raise for each: a pytree whose arrays are the flags.
-
-    The errors are part of its structure, so JAX hands them through where it traces a function apart.
-    """
-
-    flags: tuple[Array, ...]
-    errors: tuple[tuple[type[Exception], str], ...]
-
-    def tree_flatten(self) -> tuple[tuple[Array, ...], tuple[tuple[type[Exception], str], ...]]:
-        """Return the arrays, and the structure around them."""
-        return self.flags, self.errors
-
-    @classmethod
-    def tree_unflatten(
-        cls, errors: tuple[tuple[type[Exception], str], ...], flags: Sequence[Array]
-    ) -> Conditions:
-        """Return the conditions of this structure with these arrays."""
-        return cls(tuple(flags), errors)
 
 
 class Call:
@@ -114,26 +98,31 @@ class Call:
 
     def run(self) -> list[Array]:
         """Return the results."""
+        # Inside ``shard_map`` some arrays vary over the mesh and some do not; a custom derivative takes one
+        # kind.
         arrays = varying_alike([self.leaves[n] for n in self.array_places])
-        results, conditions = self._differentiable()(*arrays)
-        for flag, error in zip(conditions.flags, conditions.errors, strict=True):
+        results, checks = self._differentiable()(*arrays)
+        # The flags left the inner function as results, so they are required again out here.
+        for flag, error in zip(checks.flags, checks.errors, strict=True):
             require(flag, *error)
         return results
 
-    def _differentiable(self) -> Callable[..., tuple[list[Array], Conditions]]:
+    def _differentiable(self) -> Callable[..., tuple[list[Array], Checks]]:
         if self.op in REVERSE_ONLY:
+            # ``custom_vjp`` where the formula cannot be transposed: JAX then refuses forward mode by itself.
             pulled = jax.custom_vjp(self._compute)
             pulled.defvjp(lambda *arrays: (self._compute(*arrays), arrays), self._vjp)
             return pulled
+        # ``custom_jvp`` serves both modes, since JAX transposes the linear map for reverse mode.
         moved = jax.custom_jvp(self._compute)
         moved.defjvp(lambda primals, tangents: self._jvp(moved, primals, tangents))
         return moved
 
-    def _compute(self, *arrays: Array) -> tuple[list[Array], Conditions]:
+    def _compute(self, *arrays: Array) -> tuple[list[Array], Checks]:
         """Return the results and what the op requires; JAX traces this apart, so nothing may leave it otherwise."""
         with collecting() as checks:
             results = flatten(self.tier(self._arguments(arrays)))
-        return results, Conditions(tuple(checks.flags), tuple(checks.errors))
+        return results, checks
 
     def _arguments(
         self, values: Sequence[Any], leaf: Callable[[Any], Any] = lambda value: value
@@ -145,29 +134,32 @@ class Call:
         return jax.tree.unflatten(self.spec, leaves)
 
     def _jvp(self, compute: Any, primals: Sequence[Array], tangents: Sequence[Array]) -> Any:
-        results, conditions = compute(*primals)
+        results, checks = compute(*primals)
         varying = [n for n, primal in enumerate(primals) if _varies(primal)]
         outs = [
             n for n, result in enumerate(results) if result is not None and _varies(result) and result.size
         ]
+        # torch gives the map from gradients of results to gradients of inputs; forward mode wants the other way
+        # round, and the transpose of a linear map is exactly that.
         pull = jax.linear_transpose(
-            lambda *given: self._pull(primals, varying, outs, given), *[results[n] for n in outs]
+            lambda *gradients: self._pull(primals, varying, outs, gradients), *[results[n] for n in outs]
         )
         moved = dict(zip(outs, pull([tangents[n] for n in varying]), strict=True))
-        still = Conditions(tuple(_still(flag) for flag in conditions.flags), conditions.errors)
-        return (results, conditions), (
+        # Integers and booleans have tangents of the empty dtype float0, here as everywhere in JAX.
+        still = Checks([_still(flag) for flag in checks.flags], checks.errors)
+        return (results, checks), (
             [moved.get(n, _still(result)) for n, result in enumerate(results)],
             still,
         )
 
     def _vjp(
-        self, primals: Sequence[Array], cotangents: tuple[Sequence[Array], Conditions]
+        self, primals: Sequence[Array], cotangents: tuple[Sequence[Array], Checks]
     ) -> tuple[Array | None, ...]:
-        given, _ = cotangents
+        incoming, _ = cotangents
         varying = [n for n, primal in enumerate(primals) if _varies(primal)]
-        outs = [n for n, g in enumerate(given) if g is not None and g.dtype != jax.dtypes.float0]
+        outs = [n for n, g in enumerate(incoming) if g is not None and g.dtype != jax.dtypes.float0]
         gradients = dict(
-            zip(varying, self._pull(primals, varying, outs, [given[n] for n in outs]), strict=True)
+            zip(varying, self._pull(primals, varying, outs, [incoming[n] for n in outs]), strict=True)
         )
         return tuple([gradients.get(n) for n in range(len(primals))])
 
@@ -177,6 +169,7 @@ class Call:
         """Return the gradients of arrays by torch's formula, given those of results."""
         tensors = [wrap(primal) for primal in primals]
         inputs = [tensors[n].requires_grad_() for n in varying]
+        # The same call once more, on tensors that require gradients: autograd then holds torch's formula.
         arguments = self._arguments(tensors, _for_torch) | _NEEDED.get(self.op, {})
         args, kwargs = schema_of(self.op).split(schema_of(self.op).ordered((), arguments))
         with _recording(), linear(), collecting():  # what the op requires has been checked
@@ -187,6 +180,8 @@ class Call:
                 if results[n].requires_grad
             ]
             if not pairs:
+                # Nothing that was asked for depends on the inputs: the gradient is zero, which
+                # ``autograd.grad`` refuses.
                 return [jnp.zeros_like(primals[n]) for n in varying]
             ends, gradients = zip(*pairs, strict=True)
             pulled = torch.autograd.grad(ends, inputs, gradients, allow_unused=True)
@@ -199,6 +194,7 @@ class Call:
 @contextlib.contextmanager
 def _recording() -> Iterator[None]:
     """Let autograd record what a kernel calls, on this thread."""
+    # Backward on this thread: torch's own threads would not be inside JAX's trace.
     with above_autograd(), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
         yield
 
@@ -206,6 +202,7 @@ def _recording() -> Iterator[None]:
 def _still(result: Array | None) -> Any:
     if result is None or _varies(result):
         return result
+    # JAX insists on float0 as the tangent of a value that has no derivative.
     return np.zeros(result.shape, jax.dtypes.float0)
 
 

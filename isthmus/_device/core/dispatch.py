@@ -24,9 +24,10 @@ from typing import Any
 
 import torch
 
-from isthmus._device.core import donation
+from isthmus import config
+from isthmus._device.core import donation, mode, small_ops
 from isthmus._device.core.entry import make_entry
-from isthmus._device.core.plan import PassingFailure, Plan, build
+from isthmus._device.core.plan import Finish, PassingFailure, Plan, build
 from isthmus._device.core.plan_cache import Generations
 from isthmus._device.kernels.sized import SizedKernel
 from isthmus._graph.names import Missing
@@ -34,8 +35,10 @@ from isthmus._graph.private import OpOverload
 from isthmus._graph.schema import functional_of, schema_of
 from isthmus._ops import families  # noqa: F401  # importing it files every lowering
 from isthmus._ops.registry import lowering_of
-from isthmus._runtime import forks, private
+from isthmus._runtime import forks, private, watching
 
+# Compiling is one at a time: two threads with one new key would compile it twice. Reentrant, since a
+# decomposition that is traced for a plan calls ops that need plans.
 _building = threading.RLock()
 
 
@@ -51,6 +54,8 @@ class Kernel:
         self.recipes: dict[tuple[Any, ...], Plan] = {}
         # How often each key failed to compile for a reason that may pass.
         self.failures: dict[tuple[Any, ...], int] = {}
+        # Keys that were called so often on the host that they are worth a program (``small_ops.py``).
+        self.frequent: set[tuple[Any, ...]] = set()
         # ``plans`` is the dict itself, not looked up through ``generations``: entries bind it by name.
         tensors = {a.name for a in self.schema.arguments if a.kind in ("tensor", "tensors")}
         # A decomposition and the CPU need numbers as they are, so without a lowering they are static.
@@ -59,6 +64,16 @@ class Kernel:
         self.random = lowering is not None and lowering.random
         self.matmul = lowering is not None and lowering.matmul
         self.entry = make_entry(self)
+        # A profiler may have been started before this op was first called.
+        if watching.watchers:
+            self.watch(True)
+
+    def watch(self, watched: bool) -> None:
+        """Let profilers see every run of a plan, or no longer: the entry looks plans up under these two names."""
+        # The entry is generated code: what it calls by name is what its globals hold.
+        scope = self.entry.__globals__
+        scope["_plans"] = _WatchedPlans(self) if watched else self.plans
+        scope["_new_plan"] = scope["_plans"].new_plan if watched else self.new_plan
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one call."""
@@ -67,15 +82,24 @@ class Kernel:
     def new_plan(self, key: tuple[Any, ...], inputs: list[Any], values: tuple[Any, ...]) -> Plan:
         """Return the plan for a key seen for the first time."""
         forks.check()
+        finish: Finish | None = None
+        if config.current.shapes != "exact":
+            small = small_ops.plan_for(self, key, inputs, values)
+            if small is not None:
+                # Kept like any plan, and dropped by itself once the key has been called often.
+                return self.generations.find(key, lambda: small)
+            inputs, finish = mode.current.finisher(self, inputs, values)
         if donation.is_unready(inputs):
+            # ``build`` reads shapes off the inputs, so each must be an array.
             raise RuntimeError("another thread is rewriting an input")  # the entry waits and tries again
         with _building:
+            # Another thread may have built it while this one waited for the lock.
             plan = self.plans.get(key)
             if plan is not None:
                 return plan
             try:
                 return self.generations.find(
-                    key, lambda: build(self, inputs, values, private.is_traced(inputs))
+                    key, lambda: build(self, inputs, values, private.is_traced(inputs), finish)
                 )
             except PassingFailure as failure:
                 return self._until_next_try(key, failure.plan)
@@ -100,7 +124,40 @@ class Kernel:
         return plan
 
 
+class _WatchedPlans:
+    """Plans of a kernel that pass each run by the watchers; stands where an entry has the dict of plans."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel, self.name = kernel, str(kernel.op)
+
+    def get(self, key: tuple[Any, ...]) -> Plan | None:
+        """Return the plan for a key, watched; None where there is none yet."""
+        plan = self.kernel.plans.get(key)
+        return None if plan is None else self._watched(plan)
+
+    def new_plan(self, key: tuple[Any, ...], inputs: list[Any], values: tuple[Any, ...]) -> Plan:
+        """Return the plan for a key seen for the first time, watched."""
+        return self._watched(self.kernel.new_plan(key, inputs, values))
+
+    def _watched(self, plan: Plan) -> Plan:
+        return lambda inputs, values: watching.run("eager", self.name, lambda: plan(inputs, values))
+
+
 _kernels: dict[OpOverload, Kernel | SizedKernel] = {}
+
+
+def kernels() -> list[Kernel]:
+    """Return the kernels that have run, without those of sized ops, which keep no plans."""
+    return [kernel for kernel in list(_kernels.values()) if isinstance(kernel, Kernel)]
+
+
+def _watch(watched: bool) -> None:
+    for kernel in kernels():
+        kernel.watch(watched)
+
+
+# At import, once: ``watching`` tells every kernel when a profiler starts or stops.
+watching.on_change.append(_watch)
 
 
 def kernel_for(op: OpOverload | Missing) -> Callable[..., Any]:

@@ -33,6 +33,7 @@ from itertools import starmap
 from typing import Any, TypeVar
 
 from isthmus._device.core.host_tensors import copied
+from isthmus._device.core.resharded import Resharded
 from isthmus._device.core.slack import Slack
 from isthmus._graph.nodes import Node
 from isthmus._runtime import memory
@@ -40,6 +41,7 @@ from isthmus._runtime import memory
 T = TypeVar("T")
 Array = Any
 # How often a commit is begun again when something is raised inside it: each time is another Ctrl-C.
+# A person does not press Ctrl-C sixteen times within a commit; a step that fails as often never will do.
 _ATTEMPTS = 16
 
 lock = threading.RLock()
@@ -48,6 +50,7 @@ lock = threading.RLock()
 
 def _measured() -> int:
     """Return ``sys.getrefcount`` of an array that one buffer and one list hold."""
+    # Exactly what a call has: one reference in a buffer, one in the list of inputs, and that of the count.
     held = [object()]
     inputs = [held[0]]
     return sys.getrefcount(inputs[0])
@@ -88,8 +91,11 @@ class Resident:
         self.residence = residence
 
 
-MARKERS = frozenset({Rewriting, Resident, Slack})
-"""Types of what a buffer holds while its array is elsewhere or larger; no program takes them for an input.
+ELSEWHERE = frozenset({Rewriting, Resident})
+"""Markers of arrays that a program has."""
+
+MARKERS = frozenset({*ELSEWHERE, Resharded, Slack})
+"""Types of what a buffer holds while its array is elsewhere, larger or split; no program takes them for an input.
 
 An entry reads ``held`` and passes it on unseen, since a look at every input of every op would cost more than a failure
 now and then: JAX raises a TypeError for a marker, the entry asks ``is_unready``, settles the buffers and runs again.
@@ -98,6 +104,7 @@ now and then: JAX raises a TypeError for a marker, the entry asks ``is_unready``
 
 def settled(buffer: Any) -> Array:
     """Return the array or node that a buffer holds, once any marker in it is gone."""
+    # Under the lock: a thread that rewrites the buffer has it until the result is bound.
     with lock:
         while type(buffer.held) in MARKERS:
             held = buffer.held
@@ -105,9 +112,12 @@ def settled(buffer: Any) -> Array:
                 # No other thread has the lock, so either an interrupt left this behind, or a signal handler asks in
                 # the thread that rewrites the buffer, which binds its result in any case.
                 buffer.held = held.inputs[held.index]
-            elif type(held) is Slack:
+            # Both have what is needed to make the exact array; no program works on it.
+            elif type(held) is Slack or type(held) is Resharded:
                 buffer.held = held.exact()
             else:
+                # The array is with a program between its runs, which puts it back for all of its buffers at
+                # once.
                 held.residence.give_back()
                 if buffer.held is held:
                     raise RuntimeError("the program that keeps this tensor's array has lost it")
@@ -125,6 +135,7 @@ _UNREADY = frozenset({Node, *MARKERS})
 def hide(buffers: Sequence[Any], inputs: list[Array], places: Sequence[int]) -> None:
     """Read buffers into their places among the inputs and leave markers in them; the caller holds the lock."""
     for buffer, index in zip(buffers, places, strict=True):
+        # Another buffer of the same call may be the same one, hidden a moment ago: its array is already ours.
         held = buffer.held
         inputs[index] = held.inputs[held.index] if type(held) is Rewriting else held
         buffer.held = Rewriting(inputs, index)
@@ -139,6 +150,7 @@ def show(buffers: Sequence[Any], inputs: list[Array], places: Sequence[int]) -> 
 
 def is_owned(inputs: list[Array], places: Sequence[int], hidden: bool = False) -> bool:
     """Return whether only their buffers, unless those are hidden, and this list hold the arrays."""
+    # A hidden buffer holds a marker and not the array, so there is one reference less.
     owned = OWNED - hidden
     # Not in a function of the array: how often a call counts its arguments depends on what runs Python's frames
     # (CPython's own loop, or Dynamo's).
@@ -160,6 +172,7 @@ def take(inputs: list[Array], places: Sequence[int], buffers: Sequence[Any]) -> 
     The caller holds the lock. Other threads wait for the buffers from here on, and arrays that something else holds are
     copied.
     """
+    # One thread alone: nothing can read a buffer between the count and the donation.
     if not threaded():
         own(inputs, places)
         return None
@@ -168,6 +181,7 @@ def take(inputs: list[Array], places: Sequence[int], buffers: Sequence[Any]) -> 
         hide(buffers, inputs, places)
         own(inputs, places, hidden=True)
     except BaseException:
+        # Also after an interrupt in the middle: ``show`` leaves buffers alone that hold no marker.
         finish(undo)
         raise
     return undo
@@ -189,18 +203,25 @@ def run(
     outputs: Any = None
     try:
         try:
+            # One bytecode stores what the iterator yields: no signal handler can run between the call's return
+            # and the assignment, as it could after ``outputs = call(*inputs)``.
             (outputs,) = starmap(call, (inputs,))
         except Exception as error:
             if not memory.is_exhausted(error):
                 raise
             memory.make_room(error, inputs)
+            # Only a second failure is the user's to see; the first may be due to caches that have been dropped
+            # now.
             (outputs,) = starmap(call, (inputs,))
         if check is not None:
+            # While ``check`` looks at them they are not ``outputs``: if it raises, the block below must not
+            # commit.
             unchecked, outputs = outputs, None
             check(unchecked)
             outputs = unchecked
         return commit(outputs)
     except BaseException as error:
+        # The program has run and its inputs are gone, so the results are bound before anything is raised.
         if outputs is not None:
             finish(lambda: commit(outputs))
         elif undo is not None:

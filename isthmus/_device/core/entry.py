@@ -28,6 +28,7 @@ The source is written from the schema and compiled by ``exec``, once per overloa
                 _plan = _new_plan(_key, _inputs, _values)
             return _plan(_inputs, _values)
         except Exception as _error:
+            __tracebackhide__ = True  # for IPython: this frame is none of the user's
             _recover(_error, _inputs, _values)  # raises it, unless the call may run again
         return _again(_run, self, other, alpha=alpha)
 
@@ -61,13 +62,15 @@ from isthmus._device.core.host_tensors import array_from_cpu
 from isthmus._graph.arguments import NUMBERS, tensors_in
 from isthmus._graph.private import address_of, storage_ids, storage_of
 from isthmus._graph.schema import ABSENT, Argument
-from isthmus._runtime import memory, private
+from isthmus._runtime import memory, private, tracebacks
 from isthmus._runtime.host_arrays import LARGEST, device_number
 
 if TYPE_CHECKING:
     from isthmus._device.core.dispatch import Kernel
 
+# Exact types, looked up with ``map(type, ...)``: a subclass of Tensor takes the slow way.
 _TENSORS = frozenset({Tensor, torch.nn.Parameter})
+# C functions for ``map`` in ``_tensors_part``, so that its loop runs in C.
 _STORAGE, _OFFSET, _STRIDE = Tensor.untyped_storage, Tensor.storage_offset, Tensor.stride
 _DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
 _BUFFER, _SIGNATURE, _HELD = attrgetter("_buffer"), attrgetter("signature"), attrgetter("held")
@@ -89,7 +92,10 @@ _TENSOR = """
             _inputs.append(_offset_of(_offset))
     else:
         {part} = {other}({name}, _inputs, _number)"""
+# What eager calls take of a buffer: whatever it holds, a marker included, which fails later and cheaply.
 _TAKE = "_inputs.append(_buffer.held)"
+# What recorded calls take: the node itself, or a leaf of the trace for an array. With traces of several threads
+# ``_array_of`` looks whose node it is.
 _TAKE_NODE = """_held = _buffer.held
         _inputs.append(_held if type(_held) is _Node and not _trace.several else _array_of(_buffer))"""
 _RECORD = """
@@ -112,16 +118,19 @@ _RUN = """
             _plan = _new_plan(_key, _inputs, _values)
         return _plan(_inputs, _values)
     except Exception as _error:
+        __tracebackhide__ = True
         _recover(_error, _inputs, _values)
     return _again(_run, {passed_on})"""
 
 
 def make_entry(kernel: Kernel) -> Callable[..., Any]:
     """Return the function torch calls for the kernel's op."""
+    # An entry that records costs one attribute read here while no thread ever was lazy.
     source = [
         f"    if _mode.recording and _here.lazy and _is_clean():\n        return _recorded({_passed_on(kernel)})",
         *_body(kernel, _TAKE, _DRAW, _RUN),
     ]
+    # ``watch`` of ``dispatch.Kernel`` replaces these two names in the function's globals.
     scope = {**_scope(kernel), "_plans": kernel.plans, "_new_plan": kernel.new_plan}
     scope |= {
         "_here": mode.here,
@@ -141,6 +150,8 @@ def _twin(kernel: Kernel, scope: dict[str, Any]) -> Callable[..., Any]:
     """
 
     def first(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True  # for IPython and pytest
+        # The entry finds the recording twin from now on without this detour.
         scope["_recorded"] = twin = mode.current.recording_entry(kernel)
         return twin(*args, **kwargs)
 
@@ -154,6 +165,8 @@ def make_recording_entry(kernel: Kernel, names: dict[str, Any]) -> Callable[...,
         for part in _body(kernel, _TAKE_NODE, _RECORD_DRAW, _RECORD)
         for line in part.split("\n")
     ]
+    # ``enter`` shows this thread's trace in place of another's. The limit is for loops that nothing reads,
+    # which would record for ever.
     start = """    with _lock:
         if _trace.owner != _ident():
             _trace.enter(_ident())
@@ -171,17 +184,23 @@ def _body(kernel: Kernel, take: str, draw: str, run: str) -> list[str]:
         _part(a, names[a.name], p, kernel.dynamic[a.name], take)
         for a, p in zip(arguments, parts, strict=True)
     ]
+    # A generator is drawn from, and not part of what is compiled.
     keyed = [part for a, part in zip(arguments, parts, strict=True) if a.name != "generator"]
+    # Promotion of numbers depends on it, so a program holds for one default dtype.
     extras = ["_default_dtype()"]
     if kernel.matmul:
+        # ``torch.set_float32_matmul_precision`` changes what XLA is asked for.
         extras.append("_matmul_precision()")
     if kernel.random:
+        # Inside a JAX trace random words are tracers, and such a plan is inlined instead of compiled.
         extras.append("_own.is_traced")
     if kernel.schema.mutated:
+        # ``x.add_(x)`` reads what it writes: which arguments share a storage decides how a program may write.
         extras.append("_alias_pattern(_values)")
     passed_on = _passed_on(kernel)
     like = next((names[a.name] for a in arguments if a.kind in ("tensor", "tensors")), None)
     dtype = "dtype" if "dtype" in names else None
+    # Numbers are no part of the key, so those that could be refused are looked at in every call.
     watched = [
         f"    if _suspicious_{name}({names[name]}, {like}, {dtype}):\n        _refuse(_op, _values)"
         for name in scalar_checks.watched(kernel.schema)
@@ -237,9 +256,11 @@ def _part(argument: Argument, name: str, part: str, dynamic: bool, take: str) ->
     if argument.kind == "tensors" or dynamic:
         listed = f"_list_part({name}, {dynamic}, _inputs, _number, _array_of, _offset_of, {foreign})"
         return f"    {part} = {name} if {name} is _ABSENT else {listed}"
+    # These are compared as they are: equal values of such a type mean the same program.
     if argument.type in _EXACT:
         return f"    {part} = {name}"
     if argument.type in _EXACT_LISTS:
+        # A list cannot be hashed, and a tuple in its place would be made by a call of ours.
         return f"    {part} = tuple({name}) if type({name}) is list else {name}"
     return f"    {part} = _static_part({name})"
 
@@ -274,6 +295,7 @@ def _execute(body: list[str], kernel: Kernel, scope: dict[str, Any]) -> Callable
     source = "\n".join([head, *body])
     exec(compile(source, filename, "exec"), scope)
     # Tracebacks and debuggers find the lines here.
+    # ``linecache`` asks for size, time, lines and name; no time means that it never looks for a file.
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
     return scope[_function_name(kernel)]
 
@@ -293,13 +315,18 @@ def recover(error: Exception, inputs: list[Any], values: tuple[Any, ...]) -> Non
     Two calls may: one that read a buffer whose array was elsewhere or only recorded, and, once, one that found no
     memory.
     """
+    # The likeliest reason: an input is a node or a marker. It costs nothing to look, and JAX's error says only
+    # that some type is not an array.
     if donation.is_unready(inputs):
         settle(values)
     elif memory.is_exhausted(error):
+        # The second try of the same call: room has been made, and it was not enough.
         if _retry.again:
             raise memory.exhausted(error) from error
         memory.make_room(error, inputs)
     else:
+        __tracebackhide__ = True  # for IPython and pytest
+        tracebacks.shorten(error)
         raise
 
 
@@ -311,6 +338,7 @@ def settle(values: tuple[Any, ...]) -> None:
     """
     for tensor in tensors_in(values):
         if tensor.device.type == "jax":
+            # ``value`` puts the array into the buffer; what it returns is not needed.
             _ = buffer_of(tensor).value
 
 
@@ -328,6 +356,7 @@ def number_part(value: Any, inputs: list[Any], number: Callable[[Any], Any]) -> 
     kind = type(value)
     if kind in NUMBERS:
         inputs.append(number(value))
+        # An integer beyond int64 is uint64 in torch's promotion, so its type alone is not enough for the key.
         return kind if kind is not int or value <= LARGEST else "uint64"
     return static_part(value)
 
@@ -354,6 +383,7 @@ def list_part(
     """Return a list's part of the key, of tensors and of numbers; a number alone is like a list of one."""
     if type(values) is not list:
         return number_part(values, inputs, number) if dynamic else static_part(values)
+    # A set of types: the two cases below are nearly all calls, and need no look at each item.
     kinds = {*map(type, values)}
     if kinds <= _TENSORS:
         return _tensors_part(values, inputs, array_of, offset_of, foreign)
@@ -383,20 +413,25 @@ def _tensors_part(
     try:
         buffers = [*map(_BUFFER, map(_STORAGE, tensors))]
         offsets = [*map(_OFFSET, tensors)]
+    # A tensor of another device or a sparse one is in the list: only then is each looked at.
     except AttributeError:
         ours = [tensor.device.type == "jax" for tensor in tensors]
         pairs = [*zip(tensors, ours, strict=True)]
         buffers = [buffer_of(tensor) if own else foreign(tensor) for tensor, own in pairs]
         offsets = [tensor.storage_offset() if own else 0 for tensor, own in pairs]
     held = [*map(_HELD, buffers)]
+    # ``array_of`` makes leaves of a recorded graph; eager calls take what the buffers hold.
     if array_of is not None:
         held = [*map(array_of, buffers)]
+    # Most lists have no offset at all, and are appended in one step.
     if any(offsets):
         for array, offset in zip(held, offsets, strict=True):
             inputs += (array, offset_of(offset)) if offset else (array,)
     else:
         inputs += held
     layouts = (*map(_SHAPE, tensors), *map(_STRIDE, tensors), *map(bool, offsets))
+    # All signatures, then all dtypes, then all layouts: as long as the list has one length, that is as good a
+    # key as one tuple per tensor, and is made by C loops.
     return (*map(_SIGNATURE, buffers), *map(_DTYPE, tensors), *layouts)
 
 
@@ -408,6 +443,7 @@ def foreign(tensor: Tensor) -> Buffer:
     if tensor.dim() or tensor.device.type != "cpu":
         return buffer_of(tensor)  # raises: this is not a "jax" tensor
     array = array_from_cpu(tensor)
+    # isthmus.jit must read such a scalar again at every replay.
     if mode.current.capture is not None:
         mode.current.capture.note_host(array, tensor, array_from_cpu)
     return Buffer(array, Signature.of(array))
@@ -421,6 +457,7 @@ def alias_pattern(values: tuple[Any, ...]) -> tuple[int, ...]:
             storages.append(address_of(storage_of(value)))
         elif type(value) is list:
             storages += storage_ids([item for item in value if isinstance(item, Tensor)])
+    # The common case, kept short: one tensor, or tensors that share nothing.
     if len(storages) < 2 or len(set(storages)) == len(storages):
         return ()
     first: dict[int, int] = {}

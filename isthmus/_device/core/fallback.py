@@ -2,7 +2,11 @@
 
 Tensors cross to the host, the op runs there, results and written targets come back. ``plan.py`` makes such a plan where
 there is no lowering and no decomposition, or where XLA could not compile one. ``isthmus.config.fallback`` is "warn",
-"cpu" (silent) or "error".
+"cpu" (silent) or "error"; ``MissingLowering`` then shows the call and what to do.
+
+A written target keeps its identity: the CPU's result is copied into the tensor that the user passed, and where the op
+returns its target, that tensor is returned. Inside ``isthmus.jit`` a fallback is an error, since a replay would leave
+it out; inside a JAX trace ``plan.py`` raises before it comes here.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ class FallbackWarning(UserWarning):
     """An op ran on the CPU."""
 
 
-def permit(op: OpOverload, arguments: dict[str, Any], reason: str) -> None:
+def permit(op: OpOverload | str, arguments: dict[str, Any], reason: str) -> None:
     """Raise if the config forbids ops to fall to the CPU."""
     if config.fallback == "error":
         raise MissingLowering(
@@ -40,14 +44,20 @@ def permit(op: OpOverload, arguments: dict[str, Any], reason: str) -> None:
         )
 
 
-def run(op: OpOverload, values: tuple[Any, ...], reason: str) -> Any:
-    """Run ``op`` with ATen on the CPU and bring results and writes back."""
-    schema = schema_of(op)
-    permit(op, schema.named(values), reason)
+def announce(op: OpOverload | str, arguments: dict[str, Any], reason: str) -> None:
+    """Count an op that is about to run on the CPU and warn about it once, or raise where it may not run there."""
+    permit(op, arguments, reason)
+    # A replay of isthmus.jit would leave out what the CPU did.
     if mode.current.capture is not None:
         raise mode.current.capture.refuse_fallback(op, reason)
     if counters.count_fallback(str(op), reason) and config.fallback == "warn":
-        warnings.warn(f"{op} ran on the CPU ({first_line(reason)})", FallbackWarning, stacklevel=3)
+        warnings.warn(f"{op} ran on the CPU ({first_line(reason)})", FallbackWarning, stacklevel=4)
+
+
+def run(op: OpOverload, values: tuple[Any, ...], reason: str) -> Any:
+    """Run ``op`` with ATen on the CPU and bring results and writes back."""
+    schema = schema_of(op)
+    announce(op, schema.named(values), reason)
     with mode.reason("a fallback op"):
         moved, result = on_cpu(op, values)
     originals: dict[int, torch.Tensor] = {}
@@ -55,7 +65,12 @@ def run(op: OpOverload, values: tuple[Any, ...], reason: str) -> Any:
     for name in schema.mutated:
         for old, new in zip(tensors_in(before[name]), tensors_in(after[name]), strict=True):
             originals[id(new)] = old
+            if old.layout is not torch.strided:
+                # A sparse target: its parts have new sizes, so it is emptied and filled again.
+                old.resize_as_sparse_(new.to("jax")).copy_(new.to("jax"))
+                continue
             if old.shape != new.shape:
+                # An ``out=`` target that the CPU resized.
                 old.resize_(new.shape)
             if op is _COPY:  # the copy itself is what cannot be compiled
                 write_through_cpu(old, new)
@@ -74,6 +89,7 @@ def _shown_once(tensor: torch.Tensor) -> torch.Tensor:
 
 def _to_jax(result: Any, originals: dict[int, torch.Tensor]) -> Any:
     if isinstance(result, torch.Tensor):
+        # What was written to is returned as the tensor that the caller passed, not as a copy of it.
         return originals[id(result)] if id(result) in originals else result.to("jax")
     if isinstance(result, (list, tuple)):
         return type(result)(_to_jax(item, originals) for item in result)

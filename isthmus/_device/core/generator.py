@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 _lock = threading.Lock()
+# The low 32 bits: JAX's threefry keys are made of 32-bit words.
 _MASK = 0xFFFFFFFF
 
 
@@ -32,6 +33,13 @@ class GeneratorState:
 
 
 default = GeneratorState(0)
+
+
+stands_in: Callable[[torch.Generator], bool] = lambda generator: False  # noqa: E731
+"""Says whether an object is ``torch.jax.default_generators[0]``, which draws what ops without a generator draw.
+
+``torch_glue/generators.py`` makes that object and assigns the function: telling generators apart takes a private name.
+"""
 
 
 class ScopedGenerator(threading.local):
@@ -47,6 +55,7 @@ own = ScopedGenerator()
 
 def manual_seed(seed: int) -> None:
     """Start the sequence of this seed anew."""
+    # Negative seeds are taken modulo 2**64.
     with _lock:
         default.seed, default.offset = int(seed) & 0xFFFFFFFFFFFFFFFF, 0
 
@@ -79,17 +88,21 @@ def random_key(words: Any, index: int = 0) -> Any:
     """
     import jax  # not above: ``import torch`` loads this file
 
+    # Seed in the first two words, offset in the last two.
     high, low = words[2], words[3]
     if index:
+        # In 64 bits, so that a carry reaches the high word: ``draw`` computes the same sum on the host.
         offset = (high.astype(np.uint64) << 32 | low.astype(np.uint64)) + np.uint64(index)
         high, low = (offset >> 32).astype(np.uint32), offset.astype(np.uint32)
     key = jax.random.wrap_key_data(words[:2], impl="threefry2x32")
+    # Two folds, since ``fold_in`` takes 32 bits. The high word is 0 for the first 2**32 draws.
     return jax.random.fold_in(jax.random.fold_in(key, high), low)
 
 
 def get_state() -> torch.Tensor:
     """Return (seed, offset) as a CPU byte tensor, as torch keeps generator states."""
     with _lock:
+        # Inside a JAX function there is no seed, only how many were drawn from the user's key.
         start = (0, own.offset) if own.words is not None else (default.seed, default.offset)
     words = np.array(start, np.uint64)
     return torch.from_numpy(words.view(np.uint8).copy())
@@ -115,6 +128,7 @@ def replaying(words: np.ndarray[Any, Any], index: int) -> Iterator[None]:
     high, low, far, near = (int(word) for word in words)
     with _lock:
         before = default.seed, default.offset
+        # Not added to: the replayed ops must see the very numbers that the recorded draw gave them.
         default.seed, default.offset = high << 32 | low, (far << 32 | near) + index
     try:
         yield
@@ -139,13 +153,17 @@ def draw(generator: torch.Generator | None, count: int = 1) -> Any:
 
     A CPU generator is drawn from instead.
     """
+    if generator is not None and stands_in(generator):
+        generator = None
     if own.words is not None:
+        # The key is an argument of the JAX function; a torch generator would be baked into the trace.
         if generator is not None:
             raise RuntimeError("a generator cannot be drawn from inside a JAX function; pass a key as rng=")
         start = own.offset
         own.offset += count
         return own.words(start)
     if generator is not None:
+        # 64 bits of the CPU generator become the seed, at offset 0: its own state moves on as torch's would.
         low, high = torch.randint(
             0, 2**32, (2,), generator=generator, dtype=torch.int64, device="cpu"
         ).tolist()

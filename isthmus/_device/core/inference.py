@@ -34,7 +34,9 @@ Result = TypeVar("Result")
 Warnings = list[tuple[type[Warning], str]]
 # A filter for warnings of this module. ``recorded`` puts it into Python's list itself: ``warnings.filterwarnings``
 # would also empty every module's registry, and Python would show old warnings again.
+# The module that warns is this one: its name stands in the pattern, so warnings of other modules do not match.
 _HEARD = ("always", None, Warning, re.compile(re.escape(__name__) + r"\Z"), 0)
+# The one element that ``apply_`` runs a function for.
 _CELL = torch.zeros(1, device="cpu")
 
 
@@ -55,14 +57,17 @@ class Shadow:
             return [self(item) for item in value]
         if isinstance(value, torch.device):
             return META_DEVICE
+        # A generator has no part in shapes, and a Meta kernel refuses one of another device.
         return None if isinstance(value, torch.Generator) else value
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         size, stride, dtype = tensor.shape, tensor.stride(), tensor.dtype
+        # Without sharing, each tensor is alone: cheaper, and enough where nothing is written.
         if self._bases is None:
             return torch.empty_strided(size, stride, dtype=dtype, device=META_DEVICE)
         key = (id(buffer_of(tensor)), dtype)
         if key not in self._bases:
+            # All of the storage: torch computes overlap from addresses, which offsets into it give.
             self._bases[key] = torch.empty(storage_length(tensor), dtype=dtype, device=META_DEVICE)
         return self._bases[key].as_strided(size, stride, tensor.storage_offset())
 
@@ -88,6 +93,7 @@ def of_functional(op: OpOverload, functional: OpOverload, values: tuple[Any, ...
     if functional is op:
         return []
     named = schema_of(op).named(values)
+    # Arguments without a default that only the ``out=`` form lacks: torch could not be asked.
     arguments = schema_of(functional).arguments
     if any(a.name not in named for a in arguments if not a.has_default):
         return []
@@ -121,6 +127,7 @@ def _infer(
         args, kwargs = schema_of(op).split(arguments if moved is None else tuple(map(moved, arguments)))
         try:
             return op(*args, **kwargs), shadows
+        # No Meta kernel. That is no error: the lowering is asked for shapes instead.
         except NotImplementedError:
             return None
 
@@ -141,12 +148,14 @@ def recorded(function: Callable[[], Result]) -> tuple[Result, Warnings]:
         return 0.0
 
     def keep(message: Any, category: type[Warning], filename: str, *more: Any, **named: Any) -> None:
+        # ``showwarning`` is process-wide: what other threads warn of meanwhile is shown as ever.
         if threading.get_ident() == thread:
             given.append((category, str(message)))
         else:
             shown(message, category, filename, *more, **named)
 
     filters = warnings.filters
+    # First in the list, so that a user's "error" filter does not turn an old warning into an exception.
     filters.insert(0, _HEARD)  # type: ignore[attr-defined]  # whatever the user's say: a later call may be under others
     warnings.showwarning = keep
     try:

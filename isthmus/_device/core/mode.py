@@ -35,8 +35,15 @@ class Here(threading.local):
         self.switch: Any = None  # torch's switch for threads of autograd, turned while this thread records
         self.lazy = False
         self.reasons: list[str] = []
+        # A thread that is new starts in the process's mode; ``__init__`` of a ``threading.local`` runs per
+        # thread.
         if current.default:
             current.lazy = True
+
+
+def _unpadded(kernel: Any, inputs: list[Any], values: tuple[Any, ...]) -> tuple[list[Any], None]:
+    """Leave plans as they are, until ``isthmus.modes`` is imported."""
+    return inputs, None
 
 
 class Mode:
@@ -46,7 +53,16 @@ class Mode:
     costs more, and most processes never record.
     """
 
-    __slots__ = ("_capture", "_recorder", "default", "hold", "materialise", "recording", "recording_entry")
+    __slots__ = (
+        "_capture",
+        "_recorder",
+        "default",
+        "finisher",
+        "hold",
+        "materialise",
+        "recording",
+        "recording_entry",
+    )
 
     def __init__(self) -> None:
         self.default = False
@@ -56,12 +72,15 @@ class Mode:
         # materialise(buffer=None, because=""): run this thread's graph, or that of the thread that recorded ``buffer``.
         self.materialise: Callable[..., None] = lambda buffer=None, because="": None
         self.recording_entry: Any = None
+        # finisher(kernel, inputs, values): how to finish a plan where sizes may change (``_lazy/eager_ranges.py``).
+        self.finisher: Any = _unpadded
         # Makes a node the contents of a buffer.
         self.hold: Callable[[Any, Any], None] = lambda buffer, node: None
 
     @property
     def lazy(self) -> bool:
         """Whether this thread records ops."""
+        # ``recording`` first: it is a plain attribute, the thread-local behind ``here`` is not.
         return self.recording and here.lazy
 
     @lazy.setter
@@ -79,6 +98,7 @@ class Mode:
     @property
     def capture(self) -> Any:
         """The recording of an isthmus.jit function that this thread makes, or None."""
+        # A recording belongs to the thread that makes it; ops of other threads run as if there were none.
         return self._capture if self._capture is not None and self._recorder == get_ident() else None
 
     @capture.setter
@@ -95,6 +115,7 @@ class reason:  # lower case, as it is used: ``with reason("print"):``
         self.words = words
 
     def __enter__(self) -> None:
+        # The depth and not a reference to the list item: inner blocks may leave words behind.
         self.depth = len(here.reasons)
         here.reasons.append(self.words)
 

@@ -42,6 +42,7 @@ from isthmus._graph.nodes import Node
 from isthmus._graph.private import OpOverload, storage_ids
 from isthmus._graph.schema import schema_of
 from isthmus._ops.common import cast
+from isthmus._ops.value_checks import Error
 from isthmus._runtime import memory, placement
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
 from isthmus._runtime.traced_results import compile_with_extra
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from isthmus._device.core.plan import Builder, Plan
 
 
+# What no program takes as the array of a target: it is computed, given back or refused first.
 _NOT_ARRAYS = frozenset({Node, Lost, *donation.MARKERS})
 
 
@@ -74,11 +76,13 @@ class Mutation:
         storages = storage_ids(targets)
         # Targets on one storage are written one after another; each group of them is one output.
         self.groups = [storages.index(storage) for storage in storages]
+        # Outputs are in the order in which storages first occur among the targets.
         self.order = list(dict.fromkeys(self.groups))
         # On Meta the call was made, so its targets have the sizes that torch gives them.
         after = targets if inferred is None else self.locate(inferred[1])
         pairs = zip(after, targets, strict=True)
         self.resized = [None if new.shape == old.shape else Spec.of(new) for new, old in pairs]
+        # By identity: an argument that is both read and an ``out=`` target is one tensor.
         read = {id(v) for v, a in zip(values, schema_of(op).arguments, strict=True) if not a.out}
         reread = any(spec and id(target) in read for spec, target in zip(self.resized, targets, strict=True))
         if reread or (any(self.resized) and not schema_of(op).has_out):
@@ -117,6 +121,8 @@ class Mutation:
     def keeps(self) -> list[bool]:
         """Which targets are resized on a storage that keeps some of its elements."""
         return [
+            # A resized target is made anew unless something of its storage must stay: another target on it, a
+            # view with an offset, a storage that is longer than the result or full of gaps.
             spec is not None
             and (
                 len(self.order) < len(self.groups)
@@ -134,11 +140,13 @@ class Mutation:
         booleans, locate = self.booleans, self.locate
 
         def run(_: list[Any], values: tuple[Any, ...]) -> Any:
+            # Another target on the same storage may have changed it a moment ago.
             for target, spec, boolean in zip(locate(values), resized, booleans, strict=True):
                 if boolean and holds_booleans(target):
                     store_bytes(target)
                 if spec is not None:
                     resize_on_storage(target, spec.size, spec.stride)
+            # The call again, with a key of its own by now: its targets have the sizes that they need.
             args, kwargs = kernel.schema.split(values)
             return kernel.entry(*args, **kwargs)
 
@@ -146,6 +154,7 @@ class Mutation:
 
     def write(self, results: Sequence[Any], inputs: Sequence[Any], traced: bool) -> list[Any]:
         """Return the new value of each storage that is written to; in a trace JAX may want its derivative."""
+        # ``zip`` below would drop results without a word.
         if len(results) != len(self.slots):
             raise LoweringError(
                 f"the lowering of {self.op} gave {len(results)} results for {len(self.slots)} targets"
@@ -156,6 +165,7 @@ class Mutation:
             if spec is not None:
                 written[group] = store(cast(new, to_jax_dtype(spec.dtype)), spec, self.op)
             else:
+                # A second target on one storage starts from what the first one wrote.
                 written[group] = slot.write(written.get(group, inputs[slot.index]), inputs, new, traced)
         return [written[group] for group in self.order]
 
@@ -177,49 +187,28 @@ class Mutation:
     def plan(self, builder: Builder, specs: list[Spec], inputs: list[Any]) -> Plan:
         """Return how a call runs: compute, rebind the storages, resize what must be."""
         places = tuple(self.slots[group].index for group in self.order)
+        # The first variant is compiled here, with the inputs of the first call.
         variants = DonationVariants(builder, places, any(self.resized), inputs)
-        verify = value_checks.verifier(variants.errors)
+        conditions = value_checks.Conditions(variants.errors)
         shardings = variants.shardings or [None] * len(specs)
         makers = [maker(spec, builder.traced, s) for spec, s in zip(specs, shardings, strict=False)]
         count, order, resized, locate = len(specs), self.order, self.resized, self.locate
         returns = len(schema_of(self.op).returns)
         restrided = any(resized)
+        # With either, ``bind`` must renew the signature: ``held`` alone would not do.
         # A resized buffer has another signature; tracers have signatures of their own.
         resigned = restrided or builder.traced
 
-        def verified(outputs: Sequence[Any]) -> None:
-            assert verify is not None
-            verify(outputs[count + len(order) :])
+        def settle(outputs: Sequence[Any]) -> None:
+            conditions.settle_call(outputs[count + len(order)])
 
-        check = None if verify is None else verified
-
-        def bind(targets: list[Tensor], outputs: Sequence[Any]) -> None:
-            for group, value in zip(order, outputs, strict=False):
-                buffer_of(targets[group]).held = value
-
-        def alone(inputs: list[Any], values: tuple[Any, ...]) -> Any:
-            """Run a call on the process's one thread: ``run`` and ``donation.run`` written out, for most calls."""
-            if donation.threaded():
-                return run(inputs, values)
-            targets = locate(values)
-            # starmap and unpacking, so that no signal handler runs between the call and ``outputs``: see donation.py.
-            call, outputs = variants.choose(inputs), None
-            try:
-                (outputs,) = starmap(call, (inputs,))
-                for group, value in zip(order, outputs, strict=False):
-                    buffer_of(targets[group]).held = value
-            except BaseException as error:
-                if outputs is not None:
-                    donation.finish(partial(bind, targets, outputs))
-                elif memory.is_exhausted(error):
-                    return run(inputs, values)
-                raise
-            return None if returns == 0 else targets[0] if returns == 1 else tuple(targets)
+        check = settle if conditions.errors else None
 
         def run(inputs: list[Any], values: tuple[Any, ...]) -> Any:
             targets = locate(values)
             buffers = [buffer_of(targets[group]) for group in order]
 
+            # Fresh results come first among the outputs, written storages after them.
             def commit(outputs: Sequence[Any]) -> Sequence[Any]:
                 for buffer, value in zip(buffers, outputs[count:], strict=False):
                     if resigned:
@@ -234,13 +223,54 @@ class Mutation:
             else:
                 outputs = _beside_threads(variants, inputs, buffers, places, commit, check)
             if restrided:
+                # After the run: until then the tensor must look as it was, in case the run fails.
                 restride_all(targets, resized)
             if count:
                 fresh = [make(o) for make, o in zip(makers, outputs, strict=False)]
                 return fresh[0] if returns == 1 else tuple(fresh)
             return None if returns == 0 else targets[0] if returns == 1 else tuple(targets)
 
-        return run if count or resigned or verify is not None else alone
+        # Nearly every in-place op: no new results, nothing resized, no value to check.
+        if count or resigned or check is not None:
+            return run
+        return _alone(variants, locate, order, returns, run)
+
+
+def _alone(
+    variants: DonationVariants,
+    locate: Callable[[tuple[Any, ...]], list[Tensor]],
+    order: Sequence[int],
+    returns: int,
+    longer: Plan,
+) -> Plan:
+    """Return ``longer`` for a process of one thread: itself and ``donation.run`` written out, for most calls."""
+
+    def bind(targets: list[Tensor], outputs: Sequence[Any]) -> None:
+        for group, value in zip(order, outputs, strict=False):
+            buffer_of(targets[group]).held = value
+
+    def run(inputs: list[Any], values: tuple[Any, ...]) -> Any:
+        # Another thread started after the plan was made: the longer way, which takes the lock.
+        if donation.threaded():
+            return longer(inputs, values)
+        targets = locate(values)
+        # starmap and unpacking, so that no signal handler runs between the call and ``outputs``: see donation.py.
+        call, outputs = variants.choose(inputs), None
+        try:
+            (outputs,) = starmap(call, (inputs,))
+            for group, value in zip(order, outputs, strict=False):
+                # ``buffer_of`` written out: a fused optimizer writes to hundreds of targets, all known to be ours.
+                targets[group].untyped_storage()._buffer.held = value  # type: ignore[attr-defined]
+        except BaseException as error:
+            if outputs is not None:
+                donation.finish(partial(bind, targets, outputs))
+            # ``donation.run`` inside ``longer`` drops what is not needed, and tries once more.
+            elif memory.is_exhausted(error):
+                return longer(inputs, values)
+            raise
+        return None if returns == 0 else targets[0] if returns == 1 else tuple(targets)
+
+    return run
 
 
 def _beside_threads(
@@ -262,11 +292,13 @@ def _beside_threads(
             except BaseException:
                 show()
                 raise
+            # Compiled once per answer, and not under this lock.
             call = variants.calls.get(owned)
             if call is not None and ready:
                 return donation.run(call, inputs, commit, show, check)
             show()
         # Compiling takes seconds and a lock of its own, and so does running what another thread recorded.
+        # Not under the lock: reading may wait for a thread that wants it.
         for index, buffer in zip(places, buffers, strict=True):
             inputs[index] = buffer.value
         if call is None:
@@ -277,11 +309,11 @@ class DonationVariants:
     """One program compiled at most twice: with its targets' memory donated, and without."""
 
     def __init__(self, builder: Builder, donated: tuple[int, ...], resized: bool, inputs: list[Any]) -> None:
+        # A resized storage is another size, so its memory is of no use; a tracer's is not ours to give.
         self.builder, self.donated, self.fixed = builder, donated, resized or builder.traced
         self.calls: dict[bool, Callable[..., Any]] = {}
-        self.shardings: Sequence[placement.Sharding] | None = (
-            None  # of all results; both variants have the same
-        )
+        # Of all results; both variants have the same.
+        self.shardings: Sequence[placement.Sharding] | None = None
         # Both variants have the same conditions, so those of the first one are those of the plan.
         self.errors = self._add(self.donates(inputs))
 
@@ -303,21 +335,25 @@ class DonationVariants:
         """Compile a variant that is not there yet."""
         self._add(owned)
 
-    def _add(self, owned: bool) -> list[value_checks.Error]:
+    def _add(self, owned: bool) -> list[Error]:
         """Add the variant that donates the targets, if they are owned, or the other; return its conditions."""
         builder = self.builder
+        # Inside a JAX trace there is nothing to compile, nor memory to donate: the program is inlined.
         if builder.traced:
             self.calls[owned] = builder.inlined()
             return []
         executable, facts = compile_with_extra(
-            builder.program, builder.examples, self.donated if owned else ()
+            builder.program, builder.examples, self.donated if owned else (), str(builder.op)
         )
+        # Found while tracing, so it takes a second compilation for an op that checks values, once per key.
         if facts.errors:
             # A program that checks values keeps its targets, so that a failed call leaves them unchanged.
             self.fixed = True
             if owned:
                 owned = False
-                executable, facts = compile_with_extra(builder.program, builder.examples)
+                executable, facts = compile_with_extra(
+                    builder.program, builder.examples, name=str(builder.op)
+                )
         self.calls[owned] = executable.call
         self.shardings = executable.shardings
         return facts.errors
@@ -326,6 +362,7 @@ class DonationVariants:
 def locator(op: OpOverload) -> Callable[[tuple[Any, ...]], list[Tensor]]:
     """Return a function that finds the tensors a call writes to."""
     positions = [a.position for a in schema_of(op).arguments if a.mutated]
+    # Most ops write to one tensor: a closure over its position is all that a call needs.
     if len(positions) == 1 and schema_of(op).arguments[positions[0]].kind == "tensor":
         position = positions[0]
         return lambda values: [values[position]]

@@ -40,7 +40,7 @@ from isthmus._graph.arguments import flatten
 from isthmus._graph.layout import Spec, is_as_made, storage_shape
 from isthmus._graph.private import OpOverload
 from isthmus._graph.schema import ABSENT, schema_of
-from isthmus._ops.value_checks import Checks, collecting
+from isthmus._ops.value_checks import Checks, Error, collecting
 from isthmus._runtime import compiler, memory, placement
 from isthmus._runtime.dtypes import to_jax_dtype
 from isthmus._runtime.traced_results import compile_with_extra
@@ -65,6 +65,7 @@ def build(
     """
     finish = finish or (lambda builder: builder.plan(inputs))
     tensors = ask_cpu.tensors_of(values)
+    # A view that reaches past a storage that was made shorter: XLA would clamp what it reads.
     for tensor in tensors:
         check_reach(tensor)
     plan = _plan_for(kernel, inputs, values, traced, finish)
@@ -84,6 +85,7 @@ def _checking_reach(plan: Plan) -> Plan:
 def _plan_for(kernel: Kernel, inputs: list[Any], values: Values, traced: bool, finish: Finish) -> Plan:
     if not kernel.schema.mutated:
         return _choose(kernel, inputs, values, traced, finish)
+    # Before anything is compiled: torch refuses some writes whatever the values are.
     overlap_checks.check_new(kernel.op, values)
     if overlap_checks.repeats_in_lists(kernel.op, values):
         return lambda _, values: _one_by_one(kernel, values)
@@ -116,6 +118,7 @@ def _one_by_one(kernel: Kernel, values: Values) -> Any:
 
 def _choose(kernel: Kernel, inputs: list[Any], values: Values, traced: bool, finish: Finish) -> Plan:
     """Return the plan of the first tier that can answer."""
+    # A device among the arguments may be another one than the tensors': ``empty_like(x, device="cpu")``.
     device = kernel.schema.named(values).get("device")
     check_device(device)
     if device is not None and device.type != "jax":
@@ -127,6 +130,7 @@ def _choose(kernel: Kernel, inputs: list[Any], values: Values, traced: bool, fin
     meta: inference.Warnings = []
     try:
         share = bool(kernel.schema.mutated)
+        # Warnings of Meta kernels are collected, and given with each call or left to the CPU's.
         inferred, meta = inference.recorded(lambda: inference.infer(kernel.op, values, share=share))
     except Exception as error:
         if traced:
@@ -136,17 +140,20 @@ def _choose(kernel: Kernel, inputs: list[Any], values: Values, traced: bool, fin
         tier, inferred, reason = None, None, f"torch could not infer its result: {error}"
     if tier is not None:
         result = inferred[0] if inferred is not None else ()
+        # Asked even where Meta inferred a result: Meta kernels accept many calls that the CPU refuses.
         warned = ask_cpu.check(kernel.op, values, not traced, meta, result)
         try:
             builder = Builder(kernel, tier, inputs, values, inferred, traced)
             mutation = builder.mutation
             prepares = mutation is not None and mutation.needs_preparation
             plan = mutation.preparing(kernel) if mutation is not None and prepares else finish(builder)
+            # torch warns at every call, not at the first one alone, so a plan repeats what was heard.
             return ask_cpu.warning(plan, warned)
         except torch.OutOfMemoryError:
             raise  # the CPU might try, and take the machine's memory
         except Exception as error:
             if traced:
+                # The user's own JAX trace: there is no CPU in it, and the error belongs where it occurs.
                 raise
             reason = f"its lowering failed: {type(error).__name__}: {error}"
             ask_cpu.raise_cpu_error(kernel.op, values)  # what the CPU refuses as well is refused in its words
@@ -158,6 +165,7 @@ def _choose(kernel: Kernel, inputs: list[Any], values: Values, traced: bool, fin
     def on_cpu(_: list[Any], values: Values) -> Any:
         return fallback.run(kernel.op, values, reason)
 
+    # Not kept: the next call compiles again (``dispatch._until_next_try``).
     if passing:
         raise PassingFailure(on_cpu)
     return on_cpu
@@ -188,8 +196,8 @@ class Facts:
 
     computed: list[jax.ShapeDtypeStruct | None]
     """Shape and dtype of each result of the tier, before it is stored in the layout that torch announced."""
-    errors: list[value_checks.Error]
-    """What to raise for each condition whose flag the program returns, if the flag is false."""
+    errors: list[Error]
+    """What to raise for each code of the program; without conditions it returns none."""
 
 
 class Builder:
@@ -199,15 +207,18 @@ class Builder:
         self, kernel: Kernel, tier: Tier, inputs: list[Any], values: Values, inferred: Any, traced: bool
     ) -> None:
         self.kernel, self.traced = kernel, traced
+        # Inside a JAX trace the user may differentiate, so ops get torch's derivatives.
         self.tier = derivatives.differentiable(kernel.functional, tier) if traced else tier
         self.op, self.schema = kernel.op, kernel.schema
         self.random = kernel.random
         self.slots = _slots(kernel, values)
+        # Shapes and dtypes only: a plan that kept arrays would keep memory for as long as it lives.
         self.examples = [compiler.abstract(value) for value in inputs]
         self.result = None if inferred is None else inferred[0]
         self.inferred = inferred is not None
         self.mutation = Mutation(kernel.op, self.slots, values, inferred) if self.schema.mutated else None
         if self.mutation is not None and not self.inferred and self.schema.has_out:
+            # Only for ``out=``: an in-place op never changes the size of its target.
             self.mutation.resize(self._computed_specs())
         elif self.mutation is not None and any(self.mutation.resized):
             self.mutation.lay_out(self._resized_specs(values))
@@ -249,9 +260,11 @@ class Builder:
 
     def results(self, inputs: Sequence[Any]) -> tuple[list[Any], Checks]:
         """Return the results of the tier, flat, and the conditions on values that it requires."""
+        # An ``out=`` target is not read: the functional form does not have it among its arguments.
         outs = {a.name for a in self.schema.arguments if a.out}
         arguments = {name: fill(slot, inputs) for name, slot in self.slots.items() if name not in outs}
         if self.random:
+            # The draw is the last input, as the entry appends it.
             arguments["rng"] = generator.random_key(inputs[-1])
         if self.traced:
             return flatten(self.tier(arguments)), Checks()  # the program around it requires the conditions
@@ -259,7 +272,7 @@ class Builder:
             return flatten(self.tier(arguments)), checks
 
     def program(self, *inputs: Any) -> tuple[tuple[Any, ...], Facts]:
-        """Compute the call: new storages, rewritten storages, then a flag for each condition; and the facts."""
+        """Compute the call: new storages, rewritten storages, then the code of its conditions; and the facts."""
         results, checks = self.results(inputs)
         count = len(self.fresh)
         if self.mutation is None and len(results) != count:
@@ -268,12 +281,15 @@ class Builder:
             )
         fresh = [store(r, s, self.op) for r, s in zip(results, self.fresh, strict=False) if s is not None]
         written = [] if self.mutation is None else self.mutation.write(results[count:], inputs, self.traced)
+        # With a mesh XLA chooses how results are split, except where torch's user has said so by a tensor.
         if placement.home is not None and not self.traced:
             if is_made_like(self.op):
                 fresh = [placement.constrain(f, self._followed()) for f in fresh]
             written = self.mutation.stay(written, self.examples) if self.mutation is not None else []
         facts = Facts([compiler.abstract(r) if hasattr(r, "shape") else None for r in results], checks.errors)
-        return (*fresh, *written, *checks.flags), facts
+        # A plan without conditions returns no code: one result less per call.
+        code = [checks.first_failed()] if checks.errors else []
+        return (*fresh, *written, *code), facts
 
     def _followed(self) -> placement.Sharding:
         """Return how the result of ``full_like`` and its kind is split: as the tensor that it is made like."""
@@ -293,20 +309,20 @@ class Builder:
             return self.mutation.plan(self, specs, inputs)
         if self.traced:
             return self._functional(self.inlined(), [])
-        executable, facts = compile_with_extra(self.program, self.examples)
+        executable, facts = compile_with_extra(self.program, self.examples, name=str(self.op))
         return self._functional(executable.call, facts.errors, executable.shardings)
 
-    def _functional(
-        self, call: Callable[..., Any], errors: list[value_checks.Error], shardings: Shardings = None
-    ) -> Plan:
+    def _functional(self, call: Callable[..., Any], errors: list[Error], shardings: Shardings = None) -> Plan:
+        # None where torch returns no tensor (a gradient that ``output_mask`` leaves out).
         specs = [spec for spec in self.fresh if spec is not None]
-        verify = value_checks.verifier(errors)
+        conditions = value_checks.Conditions(errors) if errors else None
         places = shardings or [None] * len(specs)
         makers = [maker(spec, self.traced, place) for spec, place in zip(specs, places, strict=False)]
         assemble = self.assembler()
-        if len(makers) == 1 and len(self.fresh) == 1 and assemble is only and verify is None:
+        # The three shapes of a plan, the most frequent first: one tensor; several of them; anything else.
+        if len(makers) == 1 and len(self.fresh) == 1 and assemble is only and conditions is None:
             return _single(call, makers[0], specs[0], self.traced, places[0])
-        if len(makers) == len(self.fresh) and assemble in (tuple, list) and verify is None:
+        if len(makers) == len(self.fresh) and assemble in (tuple, list) and conditions is None:
             return lambda inputs, values: assemble(
                 [make(o) for make, o in zip(makers, call(*inputs), strict=True)]
             )
@@ -314,8 +330,9 @@ class Builder:
 
         def run(inputs: list[Any], values: Values) -> Any:
             outputs = call(*inputs)
-            if verify is not None:
-                verify(outputs[len(makers) :])
+            if conditions is not None:
+                # The code comes after all new tensors, and is read before one of them is handed out.
+                conditions.settle_call(outputs[len(makers)])
             tensors = iter([make(o) for make, o in zip(makers, outputs, strict=False)])
             return assemble([next(tensors) if there else None for there in present])
 
@@ -326,6 +343,7 @@ class Builder:
         result = self.result
         if not self.inferred:
             returns = schema_of(self.op).returns
+            # The schema alone says what a result looks like where Meta could not.
             if returns[0].is_list:
                 return list  # even of one tensor
             return only if len(returns) == 1 and len(self.fresh) == 1 else tuple
@@ -354,6 +372,7 @@ def _slots(kernel: Kernel, values: Values) -> dict[str, Slot]:
     index = itertools.count()
     slots: dict[str, Slot] = {}
     for argument, value in zip(kernel.schema.arguments, values, strict=True):
+        # What it draws comes as words among the inputs.
         if argument.name == "generator":
             slots[argument.name] = Static(None)
         elif value is ABSENT:
@@ -368,6 +387,7 @@ def _single(
 ) -> Plan:
     """Return the plan of an op with one result: the shortest path there is."""
     size, dtype = spec.size, spec.dtype
+    # A layout of its own needs ``restride``; tracers need signatures of their own: ``make`` has both.
     if traced or not is_as_made(size, spec.stride):
         return lambda inputs, values: make(call(*inputs)[0])
     signature = Signature.intern(size, to_jax_dtype(dtype), sharding=sharding)

@@ -20,6 +20,7 @@ from isthmus._runtime import forks, memory_maps
 
 # How many entries may be young, and after how many new ones the process's memory maps are counted.
 _LIMIT, _ROUND = 2048, 64
+# New entries since the last round, over all ops.
 _count = 0
 
 
@@ -36,6 +37,7 @@ class Generations:
         entry = self.old.pop(key, None)
         if entry is None:
             entry = make()
+        # Before the entry is stored, so that a round cannot drop what was asked for just now.
         _make_room()
         self.young[key] = entry
         return entry
@@ -64,6 +66,7 @@ def _clear() -> None:
         each.clear()
 
 
+# Compiled code is of no use in a forked child, whose JAX has lost its threads.
 forks.on_fork.append(_hide)
 _caches.register("plans of single ops", 2 * _LIMIT, _size, _clear)
 
@@ -72,9 +75,11 @@ def _make_room() -> None:
     """Count one more entry; of too many, or too many memory maps, the young become old and the old are dropped."""
     global _count
     _count += 1
+    # Counting maps reads a file of /proc, so it is done once in ``_ROUND`` new entries.
     if _count <= _LIMIT and not (_count % _ROUND == 0 and memory_maps.crowded()):
         return
     for each in list(every):
+        # A new dict for the old, but the young one emptied in place: entries hold on to it by name.
         each.old = dict(each.young)
         each.young.clear()
     _count = 1

@@ -11,7 +11,7 @@ small arrays travel as parts of one *bundle*, which the program takes apart. ``_
 Meanwhile each of the buffers holds the residence's ``donation.Resident``, a marker that no program takes for an array:
 a read or write of the buffer (``Buffer.value``, ``Buffer.bind``, an eager op whose call fails for the marker)
 makes the residence give all arrays back, and the next run takes them again. State that is read after nearly every run
-is therefore not bundled (``wears``): bundles would be taken apart each time.
+is therefore not bundled (``is_read_too_often``): bundles would be taken apart each time.
 
 What can go wrong, and what prevents it:
 
@@ -44,6 +44,7 @@ Shape = tuple[int, ...]
 Kind = tuple[Shape, Any, Any]
 Pair = tuple[int, int]
 # Fewer arrays than this are not worth a bundle.
+# A bundle saves a few microseconds per array and costs a program to join and part.
 _FEW = 4
 # Arrays of at most so many elements are small. XLA compiles code for bundles slowly on the CPU.
 _SMALL = {"cpu": 1}
@@ -81,6 +82,7 @@ class Packing:
         self.whole = [pair for pair in pairs if pair not in bundled]
         self.inputs = {index for index, _ in pairs}
 
+    # How many arguments the state is on its way into a program and out again.
     def __len__(self) -> int:
         return len(self.whole) + len(self.bundles)
 
@@ -103,6 +105,7 @@ class Packing:
     def pack(self, outputs: Sequence[Array]) -> list[Array]:
         """Return the arrays to keep, of all outputs."""
         whole = [outputs[index] for _, index in self.whole]
+        # Bundles live on the default device, unsplit.
         bundles = [join([outputs[index] for _, index in bundle]) for bundle in self.bundles]
         return [*whole, *[placement.constrain(bundle, None) for bundle in bundles]]
 
@@ -125,6 +128,7 @@ def _bundles(pairs: Sequence[Pair], kinds: Mapping[int, Kind]) -> list[list[Pair
         shape, dtype, sharding = kinds[pair[0]]
         # What is split stays on its own: parts of a bundle would travel between devices.
         if math.prod(shape) <= limit and sharding is None:
+            # Arrays of one dtype can be concatenated; a bundle of three would not pay.
             groups.setdefault(dtype, []).append(pair)
     return [group for group in groups.values() if len(group) >= _FEW]
 
@@ -159,6 +163,7 @@ class Residence:
         self.whole = [ref(b, died) for b in whole]
         self.bundles = [[ref(b, died) for b in group] for group in bundles]
         self.programs = [
+            # Compiled here and not at the first read, which may come in the middle of anything.
             _programs(tuple([b.signature.shape for b in group]), group[0].signature.dtype)
             for group in bundles
         ]
@@ -169,7 +174,7 @@ class Residence:
         self.moving = False
 
     @property
-    def wears(self) -> bool:
+    def is_read_too_often(self) -> bool:
         """Whether the state is read so often that its bundles cost more than they save."""
         return bool(self.bundles) and self.short >= _TRIES
 
@@ -181,16 +186,19 @@ class Residence:
         undo: Callable[[], None] | None = None,
     ) -> T:
         """Run a program on the state and other inputs; its first results are the new state, all go to ``commit``."""
+        # For the whole run: between taking the arrays and binding their successors no thread may read the state.
         with donation.lock:
             state = self._take()
 
             def keep(outputs: Sequence[Array]) -> T:
+                # The first results are the new state, as ``Packing.pack`` orders them.
                 self.arrays = list(outputs[: len(state)])
                 return commit(outputs)
 
             try:
                 return donation.run(program, [*state, *inputs], keep, undo)
             except Exception as error:
+                # The run failed before ``keep``: some arrays may have been donated all the same.
                 if self.arrays is state:
                     self._lose_deleted(error)
                 raise
@@ -204,10 +212,13 @@ class Residence:
 
     def _take(self) -> list[Array]:
         if self.moving:
+            # An interrupt left some buffers with markers and some without: finish that before anything else.
             self._give_back()
         if self.arrays is None and not self._adopt():
+            # A buffer may be resident with another program, which gives it back here.
             groups = [[donation.settled(_alive(b)) for b in group] for group in self.bundles]
             bundles = self._join(groups)
+            # What a user's variable still refers to is copied: a donated array would be deleted under it.
             self._keep([*[donation.settled(_alive(b)) for b in self.whole], *bundles], owned=False)
         self.runs += 1
         assert self.arrays is not None
@@ -227,6 +238,7 @@ class Residence:
         buffers = self._buffers()
         marker = _alive(buffers[0]).held if buffers else None
         other = marker.residence if type(marker) is donation.Resident else None
+        # The same buffers in the same order: then the arrays fit as they are.
         if not isinstance(other, Residence) or (other.whole, other.bundles) != (self.whole, self.bundles):
             return False
         if other.arrays is None or other.moving:
@@ -243,6 +255,7 @@ class Residence:
         """Keep these arrays, and leave a marker in their buffers; copy those that others hold, unless all are owned."""
         self.moving = True
         self.arrays, self.runs = arrays, 0
+        # One marker for all: whichever buffer is read first gives all of them back.
         marker = donation.Resident(self)
         for reference in self._buffers():
             _alive(reference).held = marker
@@ -262,6 +275,7 @@ class Residence:
         if arrays is None:
             return
         if not self.moving:  # else this goes on where it was interrupted
+            # Few runs between two reads mean that the bundles are made and taken apart for nothing.
             self.short = self.short + 1 if self.runs < _RUNS else 0
         self.moving = True
         for reference, array in zip(self.whole, arrays, strict=False):
@@ -277,12 +291,14 @@ class Residence:
         """Give a buffer its array, unless it is gone or has been given one already."""
         if buffer is None:
             return
+        # A buffer that was written meanwhile holds its new array, which is newer than the one here.
         held = buffer.held
         if type(held) is donation.Resident and held.residence is self:
             buffer.held = array
 
 
 def _parts(parted: Callable[..., Any], bundle: Any, count: int) -> Sequence[Any]:
+    # The state was lost in a failed run: each buffer gets the error instead of an array.
     if isinstance(bundle, Lost):
         return [bundle] * count
     try:
@@ -294,6 +310,7 @@ def _parts(parted: Callable[..., Any], bundle: Any, count: int) -> Sequence[Any]
 def _died(residence: ref[Residence], _: Any) -> None:
     """Give all state back when one of its buffers is freed: a program cannot keep an array that belongs to no one."""
     alive = residence()
+    # At the end of the process modules are being torn down, and the state is not read again.
     if alive is None or sys.is_finalizing():
         return
     alive.dead = True

@@ -43,6 +43,7 @@ class TensorSlot:
 
     def read(self, inputs: Sequence[Array]) -> Array:
         """Return the view's elements."""
+        # A storage may hold another dtype than the view shows (``view(dtype)``): bits are reinterpreted.
         storage = reinterpret(inputs[self.index], to_jax_dtype(self.spec.dtype))
         return strided.read(storage, self.spec.size, self.spec.stride, self.offset(inputs))
 
@@ -55,10 +56,12 @@ class TensorSlot:
         """
         dtype, own = storage.dtype, to_jax_dtype(self.spec.dtype)
         new = cast(new, own)
+        # The view has another dtype than its storage: written as bits, and turned back below.
         if dtype != own:
             # A view of another dtype: floats of two bytes are written as integers, since XLA changes their nans.
             new = strided.bits_of(new)
         typed = reinterpret(storage, new.dtype)
+        # A result may be smaller than its target, as torch broadcasts it into it.
         new = jnp.broadcast_to(new, self.spec.size)
         write = strided.write if differentiable else strided.write_bits
         written = write(typed, new, self.spec.size, self.spec.stride, self.offset(inputs))
@@ -90,6 +93,7 @@ Slot = TensorSlot | NumberSlot | Static | list[Any]
 def slot_for(value: Any, dynamic: bool, index: Iterator[int]) -> Slot:
     """Return how the program finds an argument among its inputs, which are numbered as ``entry.py`` appends them."""
     if isinstance(value, torch.Tensor):
+        # Taken even where nothing follows: the entry appended an array here.
         array_index = next(index)
         # A scalar of the CPU comes as an array of its own, whatever its offset is there.
         has_offset = value.device.type == "jax" and value.storage_offset() != 0
@@ -109,6 +113,7 @@ def fill(slot: Slot, inputs: Sequence[Array]) -> Any:
         return Number(inputs[slot.index], slot.kind)
     if isinstance(slot, list):
         return [fill(item, inputs) for item in slot]
+    # Lowerings speak JAX's dtypes throughout.
     return to_jax_dtype(slot.value) if isinstance(slot.value, torch.dtype) else slot.value
 
 
@@ -120,8 +125,10 @@ def store(result: Array, spec: Spec | None, op: Any) -> Array:
     if result is None or tuple(result.shape) != spec.size or result.dtype != dtype:
         got = "nothing" if result is None else f"{result.dtype}{list(result.shape)}"
         raise LoweringError(f"the lowering of {op} gave {got} where torch gives {dtype}{list(spec.size)}")
+    # A dense layout is a permutation of the dims: there are no gaps to fill.
     if is_dense(spec.size, spec.stride):
         return result.transpose(storage_order(spec.size, spec.stride))
+    # Strides with gaps (a resized target's, a recorded argument's): zeros lie between the elements.
     storage = jnp.zeros(storage_shape(spec.size, spec.stride), dtype)
     return strided.write(storage, result, spec.size, spec.stride)
 

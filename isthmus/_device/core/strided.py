@@ -12,7 +12,7 @@ An offset may be a run-time input, so that a sliding window compiles once: the p
 is then cut out by a dynamic slice and read as a view that starts at 0. XLA clamps a slice that runs past the end, which
 would shift what is read; ``views.as_strided`` and ``buffer.check_reach`` refuse such views before.
 
-Everything here is traced: ``slots.py`` calls it for eager plans, ``_lazy/xla.py`` and ``_dynamo`` for graphs.
+Everything here is traced: ``slots.py`` calls it for eager plans, ``_program/evaluate.py`` for graphs.
 """
 
 from __future__ import annotations
@@ -51,10 +51,13 @@ class Grid:
 
 def read(value: Array, size: Ints, stride: Ints, offset: Any = 0) -> Array:
     """Return the elements of the storage ``value`` that the view shows, in the view's shape."""
+    # The usual case: the tensor is its storage.
     if tuple(value.shape) == size and stride == contiguous_strides(size) and _is_zero(offset):
         return value
+    # Grids divide by sizes, and nothing is read.
     if 0 in size:
         return jnp.zeros(size, value.dtype)
+    # An offset that is an input: see the module. Reads of the block begin at 0.
     if not isinstance(offset, int):
         flat = lax.dynamic_slice(value.reshape(-1), (offset,), (span(size, stride),))
         return read(flat, size, stride)
@@ -67,8 +70,10 @@ def read(value: Array, size: Ints, stride: Ints, offset: Any = 0) -> Array:
     block = _as_grid(value, grid)
     if not grid.whole:
         block = lax.slice(block, grid.start, limit, grid.step)
+    # Axes that the view takes one element of come last, where the reshape drops them.
     rest = [axis for axis in range(len(grid.shape)) if axis not in grid.order]
     block = block.transpose([*grid.order, *rest]).reshape([size[d] for d in dims])
+    # Now the dims of length one and the broadcast ones come back.
     return lax.broadcast_in_dim(block, size, dims)
 
 
@@ -78,6 +83,7 @@ def write(value: Array, new: Array, size: Ints, stride: Ints, offset: Any = 0) -
         return new
     if 0 in size:
         return value
+    # As in ``read``: the block that the view spans is written, and put back where it was.
     if not isinstance(offset, int):
         flat = value.reshape(-1)
         part = lax.dynamic_slice(flat, (offset,), (span(size, stride),))
@@ -95,11 +101,13 @@ def write(value: Array, new: Array, size: Ints, stride: Ints, offset: Any = 0) -
     axes = [*grid.order, *rest]
     block = new.reshape([grid.count[axis] for axis in axes]).transpose(np.argsort(axes))
     written = block if grid.whole else _update(_as_grid(value, grid), block, grid)
+    # A grid that ran past the end was padded: cut that off again.
     return written.reshape(-1)[: math.prod(value.shape)].reshape(value.shape)
 
 
 def write_bits(value: Array, new: Array, size: Ints, stride: Ints, offset: Any = 0) -> Array:
     """Do what ``write`` does and keep the bits of every nan; has no derivative."""
+    # Booleans have no bits to lose, and no bitcast in XLA.
     bits = value if value.dtype == jnp.bool_ else bits_of(value)
     if bits is value:
         return write(value, new, size, stride, offset)
@@ -135,6 +143,7 @@ def _chain(candidates: set[int]) -> list[int]:
     """Return strides, largest first and ending in 1, each a multiple of the next."""
     chain = [1]
     for stride in sorted(candidates):
+        # A stride that is no multiple of the next smaller one cannot be an axis of the same grid.
         if stride > chain[0] and stride % chain[0] == 0:
             chain.insert(0, stride)
     return chain
@@ -144,7 +153,9 @@ def _grid(
     chain: list[int], total: int, size: Sequence[int], stride: Sequence[int], offset: int
 ) -> Grid | None:
     # The first axis is as long as the storage needs, and may run past its end: it is padded.
+    # Rounded up: the last row may be incomplete.
     shape = [-(-total // chain[0]), *[a // b for a, b in itertools.pairwise(chain)]]
+    # The offset, written in the mixed base of the grid's strides: one digit per axis.
     start, left = [], offset
     for step in chain:
         start.append(left // step)
@@ -173,6 +184,7 @@ def _as_grid(value: Array, grid: Grid) -> Array:
 
 
 def _update(base: Array, block: Array, grid: Grid) -> Array:
+    # Steps of one: the block is a window, which XLA writes in place if the storage is donated.
     if all(step == 1 for step in grid.step):
         return lax.dynamic_update_slice(base, block, grid.start)
     # A scatter is a loop on the CPU: spread the block over the grid and select instead.
@@ -186,6 +198,7 @@ def _update(base: Array, block: Array, grid: Grid) -> Array:
 
 
 def _indices(size: Ints, stride: Ints, offset: int, total: int) -> Array:
+    # Half the memory of int64, where that can count the elements.
     dtype = jnp.int32 if total < 2**31 else jnp.int64
     index = jnp.full(size, offset, dtype)
     for dim, step in enumerate(stride):

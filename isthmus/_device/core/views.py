@@ -3,6 +3,13 @@
 A view computes nothing: torch's Meta kernel of ``view``, ``as_strided`` or ``unfold`` builds a tensor on a storage of
 any device, and the buffer on that storage is shared. ``resize_`` and ``set_`` change a tensor in place;
 a storage that must grow gets a longer array (``_exchange``), recorded like any op in lazy mode.
+
+What torch's kernels would check on their own memory is checked here in its words: a view that reaches past its storage
+(``_check_bounds``), a storage of another device, a size that overflows. XLA would clamp such a read in silence.
+
+A storage has one array with one dtype; a tensor of another dtype on it is a view of its bits (``slots.py``). Booleans
+have one byte and two values, so a storage of booleans that is written to as bytes becomes one of bytes
+(``store_bytes``).
 """
 
 from __future__ import annotations
@@ -44,6 +51,7 @@ def as_strided(self: Tensor, size: Any, stride: Any, storage_offset: int | None 
 def _check_bounds(tensor: Tensor, size: Any, stride: Any, offset: int) -> None:
     if 0 in size:
         return
+    # One past the last element that the view reaches; torch checks bytes, since a storage may have another dtype.
     reach = offset + 1
     for n, s in zip(size, stride, strict=False):
         reach += (n - 1) * s
@@ -66,6 +74,7 @@ def as_strided_(self: Tensor, size: Any, stride: Any, storage_offset: int | None
 
 def resize_(self: Tensor, size: Any, *, memory_format: Any = None) -> Tensor:
     """Give ``self`` another size, its storage grown if it must be, elements kept in storage order."""
+    # torch keeps the strides where the size is the same.
     if memory_format is None and tuple(self.shape) == tuple(size):
         return self  # with the strides it has
     if memory_format is torch.channels_last or memory_format is torch.channels_last_3d:
@@ -88,9 +97,11 @@ def _grow(tensor: Tensor, length: int) -> None:
         return
     buffer = buffer_of(tensor)
     width = tensor.dtype.itemsize
+    # The sum in bytes must fit torch's own int64.
     if length * width > memory.LARGEST:
         raise RuntimeError(f"Storage size calculation overflowed: {length} elements of {width} bytes")
     memory.require(length * width)
+    # Rounded up, in elements of the storage's own dtype: the tensor may be a view of another one.
     more = -(-missing * width // buffer.signature.dtype.itemsize)
     _exchange(tensor, lambda flat: torch.constant_pad_nd(flat, [0, more]))
 
@@ -107,11 +118,14 @@ def store_bytes(tensor: Tensor) -> None:
 
 def _exchange(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> None:
     """Give a storage the contents that ``change`` makes of those it has: an op like any other, recorded if ops are."""
+    # The whole storage as one dim of its own dtype, whatever the tensor looks like.
     buffer = buffer_of(tensor)
     before = buffer.signature
     count = math.prod(before.shape)
     flat = restride(attach_to(to_torch_dtype(before.dtype), tensor.untyped_storage()), (count,), (1,))
+    # The program that reads the old contents must see them before the buffer has the new ones.
     changed = buffer_of(change(flat))
+    # In lazy mode the change is recorded, and the buffer has to be known as the holder of its node.
     if type(changed.held) is Node:
         mode.current.hold(buffer, changed.held)
     else:
@@ -135,9 +149,11 @@ def set_storage_(self: Tensor, source: Any, offset: int = 0, size: Any = None, s
             f"Attempted to set the storage of a tensor on device 'jax:0' to a storage on different device "
             f"'{source.device}'.  This is no longer allowed; the devices must match."
         )
+    # ``set_`` without a size shows all of the storage.
     if size is None:
         size = (source.nbytes() // self.dtype.itemsize,)
     stride = stride or contiguous_strides(size)
+    # A bare storage has no dtype until the first tensor lies on it.
     if type(held) is storage_patches.Bytes:
         storage_patches.give_dtype(source, self.dtype, size, stride)
     return become(self, as_strided(attach_to(self.dtype, source), size, stride, offset))
@@ -157,6 +173,7 @@ def set_nothing_(self: Tensor) -> Tensor:
 def zeros_laid_out_as(self: Tensor, other: Tensor, *, self_num_batch_dims: int = 0) -> Tensor:
     """Return zeros laid out as ``other`` in a storage as long, for each batch of ``self``: a new tangent."""
     batch, length = tuple(self.shape[:self_num_batch_dims]), storage_length(other)
+    # A batched tangent needs as much storage for each item as the primal has.
     strides = [length * s for s in contiguous_strides(batch)]
     zeros = torch.zeros((*batch, length), dtype=other.dtype, device="jax")
     return zeros.as_strided((*batch, *other.shape), (*strides, *other.stride()), other.storage_offset())
@@ -175,6 +192,7 @@ def has_same_storage_numel(self: Tensor, other: Tensor) -> bool:
 
 def is_set_to(self: Tensor, tensor: Tensor) -> bool:
     """Return whether two tensors show the same part of one storage in the same way."""
+    # By storage first: layouts of unrelated tensors may be equal.
     if storage_id(self) != storage_id(tensor):
         return False
     return _layout(self) == _layout(tensor)

@@ -17,6 +17,7 @@ def allclose(
     self: Tensor, other: Tensor, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False
 ) -> bool:
     """Return whether all elements are close; while backward is traced, that the formula's condition holds."""
+    # In a backward that is being traced there are no values; the formula then goes its usual way.
     if in_traced_backward(self, other) or (in_backward() and _is_traced(self)):
         return True
     with below_autograd():

@@ -47,11 +47,13 @@ def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_cau
         return False
     if not (query.dim() == key.dim() == value.dim() == 4 and query.dtype == key.dtype == value.dtype):
         return False
+    # Grouped-query attention: heads of the query share those of key and value.
     heads, shared = query.size(1), key.size(1)
     same_heads = heads == shared or (gqa and shared > 0 and heads % shared == 0)
     same = query.size(0) == key.size(0) == value.size(0) and shared == value.size(1)
     if not (same_heads and same and query.size(3) == key.size(3) and key.size(2) == value.size(2)):
         return False
+    # Softmax over nothing is left to torch's composite, which has the CPU's answer.
     if 0 in (*query.shape, *key.shape, *value.shape):
         return False
     if mask is None:
@@ -60,6 +62,7 @@ def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_cau
 
 
 def _spans(mask: Tensor, query: Tensor, key: Tensor) -> bool:
+    # A mask may be broadcast along any of the four dims.
     full = (query.size(0), query.size(1), query.size(2), key.size(2))
     sizes = tuple(mask.shape)
     return len(sizes) <= 4 and all(a in (1, b) for a, b in zip(reversed(sizes), reversed(full), strict=False))
@@ -67,6 +70,7 @@ def _spans(mask: Tensor, query: Tensor, key: Tensor) -> bool:
 
 def fused(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Run the one op, whose results hold two plain numbers: the lengths."""
+    # Results four and five are sizes, which no program returns.
     results = kernel_for(_FUSED)(query, key, *args, **kwargs)
     return (*results[:4], query.size(-2), key.size(-2), *results[6:])
 

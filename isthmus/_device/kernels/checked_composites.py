@@ -21,12 +21,14 @@ _aten = torch.ops.aten
 def _require(self: Tensor, holds: Tensor, message: str) -> Tensor:
     """Return ``self``; where ``holds`` has a false element, the program that computes it raises."""
     checked: Tensor = torch.ops.isthmus.require(self.detach(), holds, message)
+    # The gradient goes to ``self`` alone: what was checked is added and taken away again.
     return self + (checked - self.detach()) if self.requires_grad else checked
 
 
 def one_hot(self: Tensor, num_classes: int = -1) -> Tensor:
     """Return a vector for each class, of zeros and a one."""
     infer = num_classes == -1
+    # Wrong calls go to the CPU, which says so in torch's words.
     if self.dtype != torch.int64 or not self.numel() or (num_classes <= 0 and not infer):
         ask_cpu.raise_cpu_error(_aten.one_hot.default, (self, num_classes))
     if not self.numel():

@@ -52,8 +52,10 @@ def resolving(op: OpOverload | Missing, kernel: Callable[..., Any]) -> Callable[
     schema = schema_of(op)
 
     def resolved(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True  # for IPython and pytest: most errors pass here
         for value in (*args, *kwargs.values()) if kwargs else args:
             if is_lazy(value):
+                # Nearly no call has such a tensor: the loop ends without a break, and the kernel runs as it is.
                 break
         else:
             return kernel(*args, **kwargs)
@@ -62,6 +64,7 @@ def resolving(op: OpOverload | Missing, kernel: Callable[..., Any]) -> Callable[
         result = kernel(*plain_args, **plain_kwargs)
         after = schema.bind(plain_args, plain_kwargs)
         for name in schema.mutated:
+            # A target with a bit was resolved into a copy: what was written there goes back.
             if after[name] is not arguments[name]:
                 arguments[name].copy_(after[name])
             result = arguments[name]

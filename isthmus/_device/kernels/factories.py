@@ -3,6 +3,13 @@
 ``empty`` is zeros, since a JAX array has contents; small zeros are shared between tensors until one is written.
 ``arange`` takes its bounds as run-time inputs and is compiled for its length alone. ``out=`` forms make a new tensor
 and copy it.
+
+They have kernels of their own, and no lowerings, since there is no tensor among their arguments: what is compiled
+depends on a shape and a dtype alone, and the device that is named must be looked at (``check_device``).
+``kernels/register.py`` registers them; other kernels call ``zeros`` for arrays.
+
+What can go wrong: a size beyond the memory must be refused before JAX counts its elements, in torch's words
+(``memory.require``); shared zeros must never be donated, which donation sees by their reference count.
 """
 
 from __future__ import annotations
@@ -39,6 +46,7 @@ _shared_zeros, _zeros_programs, _count_programs = Generations(), Generations(), 
 def zeros(shape: tuple[int, ...], dtype: Any, sharding: Any = None) -> Any:
     """Return an array of zeros; small ones are shared, which is safe because arrays never change."""
     key = (shape, dtype, sharding)
+    # ``young`` directly: this runs for every new tensor.
     shared = _shared_zeros.young.get(key)
     if shared is not None:
         return shared
@@ -50,6 +58,7 @@ def zeros(shape: tuple[int, ...], dtype: Any, sharding: Any = None) -> Any:
         program = _zeros_programs.find(
             key, lambda: compiler.compile(lambda: jnp.zeros(shape, dtype), [], sharding=sharding)
         )
+    # An array is shared by all tensors that hold it; the first write gives a tensor its own.
     if math.prod(shape) * dtype.itemsize <= _SHARED_BYTES:
         return _shared_zeros.find(key, program)
     return program()
@@ -97,9 +106,14 @@ def empty_strided(
         torch.empty_strided(
             size, stride, dtype=dtype, device="cpu"
         )  # raises: torch has no negative sizes and strides
-    if mode.current.lazy and not is_tracing() and stride == contiguous_strides(size):
+    if _are_recorded(size, stride):
         return kernel_for(torch.ops.aten.zeros.default)(size, dtype=dtype, device=_DEVICE)
     return wrap_strided(zeros(storage_shape(size, stride), to_jax_dtype(dtype)), size, stride, dtype)
+
+
+def _are_recorded(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Return whether zeros of this layout are recorded with the rest: a graph need not take them as an input."""
+    return mode.current.lazy and not is_tracing() and stride == contiguous_strides(size)
 
 
 def zeros_of(
@@ -125,6 +139,7 @@ def zeros_like(
     dtype = dtype or self.dtype
     if device is not None and device.type != "jax":
         return torch.empty_like(self, dtype=dtype, device=device, memory_format=memory_format).zero_()
+    # The usual case needs no Meta tensor.
     if memory_format is None and self.is_contiguous() and placement.home is None:
         return empty(self.shape, dtype=dtype, device=device)
     shadow = torch.empty_strided(self.shape, self.stride(), device="meta")
@@ -140,12 +155,12 @@ def _made_like(self: Tensor, size: tuple[int, ...], stride: tuple[int, ...], dty
     shape, kind = storage_shape(size, stride), to_jax_dtype(dtype)
     if its is None or its.sharding is None or its.traced or its.shape != shape:
         return empty_strided(size, stride, dtype=dtype)
-    if not mode.current.lazy:
+    if not _are_recorded(size, stride):
         array = zeros(shape, kind, None if its.sharding is placement.OPEN else its.sharding)
         return wrap_strided(array, size, stride, dtype)
-    made = empty_strided(size, stride, dtype=dtype)
-    buffer_of(made).signature = Signature.intern(shape, kind, sharding=its.sharding)
-    return made
+    zeros_like_self = empty_strided(size, stride, dtype=dtype)
+    buffer_of(zeros_like_self).signature = Signature.intern(shape, kind, sharding=its.sharding)
+    return zeros_like_self
 
 
 def follow_shardings() -> None:
@@ -153,6 +168,7 @@ def follow_shardings() -> None:
 
     torch makes both of ``empty``, which costs less and does not show the tensor that the new one is like.
     """
+    # Once: registering again would warn.
     if not _following:
         library = torch.library.Library("aten", "IMPL")
         library.impl("empty_like", zeros_like, "PrivateUse1")
@@ -191,6 +207,7 @@ def arange(
             start, end, step, dtype=dtype, device="cpu"
         )  # raises: torch has no kernel for this dtype
     shadow = torch.ops.aten.arange.start_step(start, end, step, dtype=dtype, device="meta")
+    # Counting from 0 in lazy mode: the start is a number, and graphs of all starts are one.
     whole = type(start) is int and step == 1 and not shadow.is_floating_point()
     if mode.current.lazy and whole and not is_tracing():
         count_up = kernel_for(torch.ops.aten.arange.start_step)
@@ -205,6 +222,7 @@ def _is_uncountable(dtype: torch.dtype) -> bool:
 
 def _counted(length: int, start: Any, step: Any, dtype: torch.dtype) -> Tensor:
     first, stride = device_number(start), device_number(step)
+    # The length is compiled in, start and step are inputs.
     key = (length, dtype, type(start), type(step))
     program = _count_programs.young.get(key)
     if program is None:
@@ -251,8 +269,8 @@ def _writing(make: Callable[..., Tensor], flat: bool = False) -> Callable[..., T
     """
 
     def write(*args: Any, out: Tensor, **options: Any) -> Tensor:
-        made = make(*args, **options, dtype=out.dtype, device=out.device)
-        return write_out(out, made.view(out.shape) if flat and made.numel() == out.numel() else made)
+        result = make(*args, **options, dtype=out.dtype, device=out.device)
+        return write_out(out, result.view(out.shape) if flat and result.numel() == out.numel() else result)
 
     return write
 
@@ -268,6 +286,7 @@ def as_strided_scatter(
     self: Tensor, src: Tensor, size: Any, stride: Any, storage_offset: int | None = None
 ) -> Tensor:
     """Return a copy of ``self``, storage and strides included, with a view of any layout replaced."""
+    # All of the storage: elements beside the view must survive.
     length, offset = storage_length(self), int(self.storage_offset())
     copied = restride(self, (length,), (1,)).clone()
     result = restride(copied, self.shape, self.stride(), offset)

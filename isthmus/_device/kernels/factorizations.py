@@ -25,6 +25,7 @@ _det, _slogdet, _lstsq = (
 
 
 def _transposes(A: Tensor) -> bool:
+    # torch factors the transpose of a contiguous matrix, whose columns then lie one after another.
     square = A.dim() >= 2 and A.size(-1) == A.size(-2)
     return square and A.is_floating_point() and A.is_contiguous()
 
@@ -41,6 +42,7 @@ def linalg_slogdet(A: Tensor) -> Any:
 
 def _tall(A: Tensor, b: Tensor, driver: str | None) -> bool:
     """Return whether this is a sound call whose residuals are there only if the matrix has full rank."""
+    # A vector, or a batch of them, on the right.
     fits = 0 <= A.dim() - b.dim() <= 1 and A.dtype == b.dtype and (A.is_floating_point() or A.is_complex())
     if A.dim() > b.dim() > 1 and b.shape != A.shape[:-1]:
         return False  # torch takes b for a matrix there
@@ -54,8 +56,10 @@ def linalg_lstsq(A: Tensor, b: Tensor, rcond: float | None = None, *, driver: st
     target = b.unsqueeze(-1) if A.dim() > b.dim() else b
     # R has the solutions and the singular values of the whole matrix, which sets the tolerance.
     tolerance = torch.finfo(A.dtype).eps * A.size(-2) if rcond is None else rcond
+    # The QR product leaves a small triangle, whose rank is the matrix's.
     Q, R = torch.linalg.qr(A)
     solution, _, rank, values = _lstsq(R, Q.mH @ target, tolerance, driver=driver)
+    # One read of the device: the residuals have a size of their own.
     if (rank == A.size(-1)).all():
         residuals = (target - A @ solution).abs().square().sum(-2)
     else:

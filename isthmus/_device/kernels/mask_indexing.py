@@ -42,6 +42,7 @@ def _plain(indices: Any) -> bool:
 
 def expanded(self: Tensor, indices: Any) -> list[Any]:
     """Return the indices with every mask replaced by the index tensors of its true elements."""
+    # Before masks are expanded: each index covers at least one dim.
     if len(indices) > self.dim():
         raise IndexError(f"too many indices for tensor of dimension {self.dim()} (got {len(indices)})")
     expanded_indices: list[Any] = []
@@ -51,8 +52,10 @@ def expanded(self: Tensor, indices: Any) -> list[Any]:
         if index is None or index.dtype not in _MASKS:
             expanded_indices.append(index)
             continue
+        # torch warns once per index.
         if index.dtype == torch.uint8:
             warn_user(UserWarning, _UINT8)
+        # A mask covers as many dims as it has; its shape must be that of those dims.
         _check_mask(self, index, len(expanded_indices))
         expanded_indices += _nonzero(index).unbind(1)
     return expanded_indices
@@ -72,6 +75,7 @@ def _check_mask(self: Tensor, mask: Tensor, start: int) -> None:
 
 def _takes(self: Tensor, value: Tensor) -> bool:
     """Return whether a value is written as it is: of another dtype, torch takes one of the CPU for a number."""
+    # torch takes a number on the CPU for a Python number, whatever its dtype.
     number = value.device.type == "cpu" and (self.is_complex() or not value.is_complex())
     return value.dtype == self.dtype or number
 
@@ -92,6 +96,7 @@ def _single_mask(self: Tensor, indices: Any, values: Tensor, accumulate: bool) -
         return None
     if mask.shape != self.shape[first : first + mask.dim()]:
         return None
+    # Trailing dims of length one broadcast the mask over what it does not cover.
     return mask.reshape(mask.shape + (1,) * (self.dim() - first - mask.dim()))
 
 

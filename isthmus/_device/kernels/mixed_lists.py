@@ -32,6 +32,7 @@ def _unpacked(packet: Any) -> Callable[..., Any]:
     def call(self: list[Tensor], tensor1: list[Tensor], tensor2: list[Tensor], scalars: Tensor) -> Any:
         if scalars.device.type != "cpu":
             raise RuntimeError(f"Expected scalars to be on CPU, got {scalars.device} instead.")
+        # One number per tensor; the CPU has the words for any other length.
         if scalars.dim() != 1 or scalars.numel() != len(self):
             ask_cpu.raise_cpu_error(packet.Tensor, (self, tensor1, tensor2, scalars))
         return packet.ScalarList(self, tensor1, tensor2, scalars.tolist())

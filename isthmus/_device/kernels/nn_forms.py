@@ -61,6 +61,46 @@ def native_batch_norm_out(*args: Any, out: Tensor, save_mean: Tensor, save_invst
     )
 
 
+# SyncBatchNorm's ops that move the running statistics, which their schemas do not say either.
+def batch_norm_gather_stats_with_counts(
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+    counts: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return the mean and reciprocal deviation of all ranks, given each rank's in a row, and move the running ones."""
+    rows = counts.to(mean.dtype).reshape(-1, 1)
+    total = rows.sum()
+    overall = (mean * rows).sum(0) / total
+    var = ((invstd.pow(-2) - eps + (mean - overall).square()) * rows).sum(0) / total
+    # torch divides by total - 1, so the running variance of one element is nan.
+    for running, new in ((running_mean, overall), (running_var, var * (total / (total - 1)))):
+        if running is not None:
+            running.copy_((1 - momentum) * running.to(new.dtype) + momentum * new)
+    return overall, (var + eps).rsqrt()
+
+
+def batch_norm_gather_stats(
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+    count: int,
+) -> tuple[Tensor, Tensor]:
+    """As with counts, where every rank has as many elements a channel."""
+    counts = torch.full((mean.shape[0],), float(count), dtype=mean.dtype, device=mean.device)
+    return batch_norm_gather_stats_with_counts(
+        input, mean, invstd, running_mean, running_var, momentum, eps, counts
+    )
+
+
 # The overload of the CTC loss with tensors has the lowering, so that one program serves all lengths. Targets in one row
 # are laid out one row per sequence, as wide as the longest.
 def _tensor(numbers: Sequence[int], like: Tensor) -> Tensor:
@@ -74,8 +114,10 @@ def _rows(targets: Tensor, lengths: Sequence[int]) -> Tensor:
         return targets[:, :width]
     if not targets.numel():
         return targets.new_zeros(len(lengths), width)
+    # Where each sequence begins in the row of all targets.
     count = torch.tensor(lengths, dtype=torch.int64)
     places = (count.cumsum(0) - count)[:, None] + torch.arange(width)
+    # Places past the end are never read by the loss; they only have to exist.
     return targets[places.clamp_(max=targets.numel() - 1).to(targets.device)]
 
 
@@ -89,6 +131,7 @@ def ctc_loss(
 ) -> Any:
     """Compute the loss of each sequence, after torch's own checks of the lengths."""
     arguments = (log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
+    # Meta's checks of the lengths, which are numbers here and tensors below.
     infer(_aten._ctc_loss.default, arguments)
     lengths = (_tensor(input_lengths, log_probs), _tensor(target_lengths, log_probs))
     rows = _rows(targets, target_lengths)
@@ -151,6 +194,7 @@ def _with_biases(cell: Any) -> Any:
         hidden_bias: Tensor | None = None,
     ) -> Any:
         """Run the cell with zeros for a bias that is not there."""
+        # A bias of zeros, as wide as the gates.
         if input_bias is None or hidden_bias is None:
             zeros = torch.zeros(input_gates.shape[1:], dtype=input_gates.dtype, device=input_gates.device)
             input_bias = zeros if input_bias is None else input_bias
@@ -171,6 +215,8 @@ KERNELS = {
     "native_batch_norm.out": native_batch_norm_out,
     "_native_batch_norm_legit": native_batch_norm,
     "_native_batch_norm_legit.out": native_batch_norm_out,
+    "batch_norm_gather_stats": batch_norm_gather_stats,
+    "batch_norm_gather_stats_with_counts": batch_norm_gather_stats_with_counts,
     "_ctc_loss": ctc_loss,
     "_ctc_loss_backward": ctc_loss_backward,
     "multi_margin_loss": multi_margin_loss,

@@ -1,7 +1,12 @@
 """Random calls whose numbers are run-time inputs: torch's conditions on them are checked before each call.
 
 A plan serves every ``std`` and every ``p``, so the numbers cannot be checked when the key is new. The tests here only
-decide whether to ask the CPU (``checks/ask_cpu.py``), whose error is raised; they may ask too often, never too rarely.
+decide whether to ask the CPU (``checks/ask_cpu.py``), whose error is raised; they may ask too often, never too rarely::
+
+    x.normal_(0.0, 2.0)      _normal(x, 0.0, 2.0) is True: the kernel runs
+    x.normal_(0.0, -1.0)     False: the CPU is asked, and raises "normal expects std >= 0.0, but found std -1"
+
+``_VALID`` has the test of each op that has a lowering, ``_LIKE`` those of forms that fill a new tensor.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ def checked(op: OpOverload, valid: Callable[..., bool]) -> Callable[..., Any]:
     """Return the kernel of ``op`` behind a test of its arguments; what fails it, the CPU refuses."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        # The CPU is asked only about doubtful numbers, and it may accept them.
         if not valid(*args, **kwargs):
             ask_cpu.raise_cpu_error(op, schema_of(op).ordered(args, kwargs))
         return kernel_for(op)(*args, **kwargs)
@@ -37,6 +43,7 @@ def _continuous(dtype: torch.dtype) -> bool:
 def _uniform(self: Tensor, low: float = 0.0, high: float = 1.0, **_: Any) -> bool:
     if not _continuous(self.dtype):
         return False
+    # The width must be finite too, or the sum of its ends overflows.
     largest = torch.finfo(self.dtype).max
     return -largest <= low <= high <= largest and high - low <= largest
 
@@ -132,11 +139,13 @@ def _randperm(n: int, *, dtype: Any = None, **_: Any) -> bool:
 def _exact(dtype: torch.dtype) -> int:
     """Return up to how large an ``n`` the dtype holds the permutation of."""
     if dtype.is_floating_point:
+        # Up to there every integer has a float of its own.
         return int(2 / torch.finfo(dtype).eps) + 1
     return 1 if dtype == torch.bool else torch.iinfo(dtype).max
 
 
 def _multinomial(self: Tensor, num_samples: int, replacement: bool = False, **_: Any) -> bool:
+    # torch's own limit on the number of categories is 2**24.
     if not self.is_floating_point() or self.dim() not in (1, 2) or not 0 < self.size(-1) <= 2**24:
         return False
     return num_samples > 0 and (replacement or num_samples <= self.size(-1))
@@ -146,6 +155,7 @@ def _elsewhere(kernel: Callable[..., Any], fill: Callable[..., Any]) -> Callable
     """Return a kernel of ``rand_like`` that also answers a call for a tensor on another device."""
 
     def call(self: Tensor, *args: Any, device: Any = None, generator: Any = None, **kwargs: Any) -> Any:
+        # ``rand_like`` of a tensor on another device, or for one.
         if device is None or torch.device(device).type == "jax":
             drawn_from = {} if generator is None else {"generator": generator}
             return kernel(self, *args, **drawn_from, **kwargs)

@@ -22,11 +22,12 @@ from isthmus._device.kernels import (
     checked_composites,
     factories,
     factorizations,
-    lstm,
     mask_indexing,
     mixed_lists,
     nn_forms,
     random_factories,
+    recurrent,
+    sparse,
 )
 from isthmus._device.kernels.conjugate import resolving
 from isthmus._device.torch_glue import module_to, streams
@@ -53,11 +54,13 @@ _own = {
     **transfers.KERNELS,
     **mixed_lists.KERNELS,
     **random_factories.KERNELS,
+    **sparse.KERNELS,
 }
 
 
 def call(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Run an op that has no kernel of its own: through a decomposition or the CPU."""
+    # Its kernel exists by now: the call that loaded this module goes through torch once more.
     if has_kernel(op, "PrivateUse1"):
         return op(*args, **kwargs)  # the very first call on the device, made before the kernels were there
     return kernel_for(op)(*args, **kwargs)
@@ -71,6 +74,7 @@ def _library(namespace: str) -> torch.library.Library:
 
 def _register(op: OpOverload, kernel: Any) -> None:
     namespace, _, name = op.name().partition("::")
+    # The user may register a lowering of an op that has one.
     again = op in _registered
     _registered.add(op)
     hide_from_dynamo(kernel)
@@ -87,6 +91,7 @@ def _loses_gradient(op: OpOverload) -> bool:
 
 def _register_lowering(entry: Lowering) -> None:
     for op in (entry.op, *mutating_of(entry.op)):
+        # The kernel that was made of the old lowering is dropped with its plans.
         forget(op)
         by_hand = op.name().removeprefix("aten::") in _own and str(op) not in refused
         if not by_hand and not _loses_gradient(op):
@@ -96,6 +101,7 @@ def _register_lowering(entry: Lowering) -> None:
 def _register_by_hand(name: str, kernel: Callable[..., Any], key: str) -> None:
     """Register a kernel that is not made of a lowering, unless its op is not what the kernel was written for."""
     op = overload_named(f"aten::{name}")
+    # Named whether or not it is refused: tests/update_schemas.py records the schemas of all.
     attempted.add(op.name if isinstance(op, Missing) else str(op))
     if isinstance(op, Missing):
         refused[op.name] = "this torch does not have the overload"
@@ -106,11 +112,15 @@ def _register_by_hand(name: str, kernel: Callable[..., Any], key: str) -> None:
         _library("aten").impl(name, kernel, key)
 
 
+# At import: the kernels written by hand first, so that no lowering takes their place.
 for _name, _function in _own.items():
     _register_by_hand(_name, _function, "PrivateUse1")
-for _module in (attention, checked_composites, module_to, random_factories, allclose_in_backward, lstm):
+for _module in (attention, checked_composites, module_to, random_factories, allclose_in_backward, recurrent):
     for _name, _function in _module.AUTOGRAD_KERNELS.items():
         _register_by_hand(_name, _function, "AutogradPrivateUse1")
+for _op, _kernel, _key in sparse.kernels():
+    hide_from_dynamo(_kernel)
+    _library("aten").impl(_op.name().removeprefix("aten::"), _kernel, _key)
 for _lowering in list(registry.values()):
     _register_lowering(_lowering)
 on_register.append(_register_lowering)

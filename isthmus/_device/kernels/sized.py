@@ -60,6 +60,7 @@ class SizedKernel:
 
         if self.schema.mutated:
             overlap_checks.check_each(self.op, values)
+        # Targets take part in the key: their shapes decide what is refused.
         targets = [arguments.pop(name) for name in self.schema.mutated]
         names = [n for n, v in arguments.items() if isinstance(v, torch.Tensor)]
         arrays = [array_of(arguments.pop(name)) for name in names]
@@ -68,6 +69,7 @@ class SizedKernel:
                 f"{self.op} has a result whose size depends on values, which a trace does not have"
             )
         arguments = {n: to_jax_dtype(v) if isinstance(v, torch.dtype) else v for n, v in arguments.items()}
+        # ``repr`` of the arguments: they are numbers, dtypes and flags.
         key = (*[(t.dtype, t.shape) for t in targets], *[(a.shape, a.dtype) for a in arrays], repr(arguments))
         warned = self.accepted.get(key)
         if warned is None:
@@ -75,6 +77,7 @@ class SizedKernel:
         for category, text in warned:
             warn_user(category, text)
         counted = self._program("size", names, arrays, arguments)(*arrays)
+        # One read of the device, for one size or several.
         size = tuple(np.asarray(counted).reshape(-1).tolist())
         results = self._program(size, names, arrays, arguments)(*arrays)
         tensors = [self._wrapped(array) for array in results]
@@ -86,6 +89,7 @@ class SizedKernel:
         if not self.by_columns:
             return wrap(array)
         dims, count = array.shape
+        # torch has the indices of each dim one after another in memory.
         return wrap_strided(array, (count, dims), (1, max(count, 1)), to_torch_dtype(array.dtype))
 
     def _program(self, size: Any, names: list[str], arrays: list[Any], arguments: dict[str, Any]) -> Any:
@@ -108,6 +112,7 @@ class SizedKernel:
         def compute(*arrays: Any) -> Any:
             filled = {**arguments, **dict(zip(names, arrays, strict=True))}
             result = lowering({**filled, "size": size[0] if len(size) == 1 else size})
+            # Transposed, so that the columns are rows of the array.
             if self.by_columns:
                 return (result.T,)
             return tuple(result) if isinstance(result, (list, tuple)) else (result,)

@@ -21,6 +21,7 @@ LOW_PRECISION = (
     "addmm", "addmv", "addr", "matmul", "einsum", "mm", "mv", "linalg_vecdot", "linear", "addbmm",
     "baddbmm", "bmm", "chain_matmul", "linalg_multi_dot", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell",
     "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell", "scaled_dot_product_attention",
+    "lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input",
 )  # fmt: skip
 FLOAT32 = (
     "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal",
@@ -48,6 +49,7 @@ WIDEST = (
 def allow() -> torch.library.Library:
     """Let every op pass through autocast; torch itself refuses what has no policy on this device."""
     library = torch.library.Library("_", "IMPL")
+    # ``fallthrough``: ops without a policy run in the dtypes that they are called with.
     library.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     return library
 
@@ -84,6 +86,7 @@ def _float32(op: OpOverload) -> Callable[..., Any]:
 
 def _widest(op: OpOverload) -> Callable[..., Any]:
     def widest(values: Any) -> torch.dtype:
+        # One float32 argument makes the op run in float32.
         has_float32 = any(t.dtype == torch.float32 for t in _eligible(values))
         return torch.float32 if has_float32 else torch.get_autocast_dtype("jax")
 
@@ -93,6 +96,7 @@ def _widest(op: OpOverload) -> Callable[..., Any]:
 def _casting(op: OpOverload, choose: Callable[[Any], torch.dtype]) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         dtype = choose((*args, *kwargs.values()))
+        # Without autocast, or the call would come here again.
         with without_autocast():
             return op(*[_cast(a, dtype) for a in args], **{k: _cast(v, dtype) for k, v in kwargs.items()})
 
@@ -104,6 +108,7 @@ def _float32_unless_given(op: OpOverload) -> Callable[..., Any]:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         dtype = kwargs.get("dtype") or (args[index] if index < len(args) else None)
+        # A given dtype is the user's word, which autocast does not overrule.
         if dtype is None and _eligible(args[:1]):
             args, kwargs = args[:index], {**kwargs, "dtype": torch.float32}
         with without_autocast():
@@ -128,6 +133,7 @@ def _refuse(op: OpOverload) -> Callable[..., Any]:
 
 def _takes_part(value: Any) -> bool:
     if not isinstance(value, torch.Tensor) or value.device.type != "jax":
+        # Other devices have autocasts of their own, and float64 and integers are never cast.
         return False
     return value.is_floating_point() and value.dtype != torch.float64
 

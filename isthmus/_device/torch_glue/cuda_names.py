@@ -102,6 +102,7 @@ def range_push(msg: str) -> int:
     import jax
 
     annotation = jax.profiler.TraceAnnotation(msg)
+    # Entered here and left by ``range_pop``, so not a ``with`` block.
     annotation.__enter__()
     _ranges.open.append(annotation)
     return len(_ranges.open) - 1

@@ -1,20 +1,25 @@
 """``torch.jax.memory``: how much memory the device has and uses, under the names of ``torch.cuda.memory``.
 
 The numbers are JAX's where its platform counts (GPUs and TPUs); its CPU does not, so there the bytes of live arrays are
-added up at each call, and the peak is the largest sum that a call has seen. XLA has one allocator per process and keeps
-what it has reserved, so what ``torch.cuda`` offers for its caching allocator is either an alias ("reserved" is
-"allocated"), nothing to do (``empty_cache``), or refused with what to do instead (``set_per_process_memory_fraction``).
-JAX is imported by the first call that needs it.
+added up at each call. The peak is the largest sum seen there: by calls of this module, and, once
+``reset_peak_memory_stats`` was called, after each program (what one needs while it runs is not known). XLA has one
+allocator per process and keeps what it has reserved, so what ``torch.cuda`` offers for its caching allocator is either
+an alias ("reserved" is "allocated"), nothing to do (``empty_cache``), or refused with what to do instead
+(``set_per_process_memory_fraction``). JAX is imported by the first call that needs it.
 """
 
 from __future__ import annotations
 
 import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
-from isthmus._upstream import require_jax
+import torch
 
-_peak: dict[str, int] = {"bytes": 0}
+from isthmus._upstream import require_jax
 
 
 def jax_device() -> Any:
@@ -25,15 +30,92 @@ def jax_device() -> Any:
     return default_device()
 
 
+class _Counted:
+    """The bytes of live arrays and the most that there were, where JAX has no count of its own."""
+
+    def __init__(self) -> None:
+        self.peak = 0
+        self._bytes = 0
+        self._alive: dict[int, weakref.ref[Any]] = {}
+        # Filled whenever an array goes, on any thread and in the middle of anything, so it is emptied elsewhere.
+        self._gone: deque[int] = deque()
+        self._lock = threading.Lock()
+
+    def now(self) -> int:
+        """Return the bytes of all arrays that are alive."""
+        self._note_all()
+        with self._lock:
+            self._let_go_of_deleted()
+            return self._bytes
+
+    def restart(self) -> None:
+        """Start the peak anew, and look at it after each program from now on."""
+        from isthmus._runtime import watching
+
+        self.peak = 0
+        watching.remove(self)
+        watching.add(self)
+
+    def __call__(self, mode: str, name: str, call: Callable[[], Any]) -> Any:
+        """Run a program for ``watching`` and count what it made."""
+        from isthmus._device.core.buffer import buffer_of
+
+        result = call()
+        made = [result] if isinstance(result, torch.Tensor) else result
+        if mode == "eager" and isinstance(made, (list, tuple)) and made:
+            tensors = [x for x in made if isinstance(x, torch.Tensor) and x.device.type == "jax"]
+            self._note([buffer_of(x).held for x in tensors])
+        else:
+            self._note_all()
+        return result
+
+    def _note_all(self) -> None:
+        import jax
+
+        self._note(jax.live_arrays())
+
+    def _note(self, arrays: list[Any]) -> None:
+        import jax
+
+        with self._lock:
+            for array in arrays:
+                # A deleted array still has a size, and no memory. What is traced or recorded has none yet.
+                is_array = isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer)
+                if is_array and id(array) not in self._alive and not array.is_deleted():
+                    self._alive[id(array)] = weakref.ref(array, self._forgetting(id(array), array.nbytes))
+                    self._bytes += array.nbytes
+            while self._gone:
+                self._bytes -= self._gone.popleft()
+            if self._bytes > self.peak:
+                self._let_go_of_deleted()
+                self.peak = max(self.peak, self._bytes)
+
+    def _let_go_of_deleted(self) -> None:
+        """Take off the arrays that were donated to a program, which have no memory while something holds them."""
+        # A copy of the dictionary: making a list of its items may collect garbage, and with it arrays that are in it.
+        for number, reference in self._alive.copy().items():
+            array = reference()
+            if array is not None and array.is_deleted() and self._alive.pop(number, None) is not None:
+                self._bytes -= array.nbytes
+
+    def _forgetting(self, number: int, size: int) -> Callable[[Any], None]:
+        def forget(reference: Any) -> None:
+            # Another array may have come to the same address, or it was let go of before.
+            if self._alive.get(number) is reference:
+                del self._alive[number]
+                self._gone.append(size)
+
+        return forget
+
+
+_counted = _Counted()
+
+
 def memory_stats(device: Any = None) -> dict[str, int]:
     """Return JAX's memory statistics, under torch's names too; where it has none, what live arrays take."""
     stats = dict(jax_device().memory_stats() or {})
     if not stats:
-        import jax
-
-        used = sum(array.nbytes for array in jax.live_arrays() if not array.is_deleted())
-        _peak["bytes"] = max(_peak["bytes"], used)
-        stats = {"bytes_in_use": used, "peak_bytes_in_use": _peak["bytes"]}
+        stats = {"bytes_in_use": _counted.now(), "peak_bytes_in_use": _counted.peak}
     for kind in ("allocated", "reserved"):
         stats[f"{kind}_bytes.all.current"] = stats["bytes_in_use"]
         stats[f"{kind}_bytes.all.peak"] = stats["peak_bytes_in_use"]
@@ -58,7 +140,7 @@ def memory_allocated(device: Any = None) -> int:
 
 
 def max_memory_allocated(device: Any = None) -> int:
-    """Return the most bytes arrays took; where JAX keeps no count, the most seen at a call of this module."""
+    """Return the most bytes arrays took; where JAX keeps no count, since ``reset_peak_memory_stats`` was called."""
     return memory_stats()["peak_bytes_in_use"]
 
 
@@ -67,8 +149,12 @@ max_memory_reserved = max_memory_cached = max_memory_allocated
 
 
 def reset_peak_memory_stats(device: Any = None) -> None:
-    """Start counting the peak anew where the count is ours; JAX's own cannot be reset."""
-    _peak["bytes"] = 0
+    """Start counting the peak anew where the count is ours; JAX's own cannot be reset.
+
+    From then on every program is watched, which costs an eager op some microseconds.
+    """
+    if not jax_device().memory_stats():
+        _counted.restart()
 
 
 reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
@@ -84,6 +170,7 @@ def get_memory_info(device: Any = None) -> tuple[int, int]:
     if "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"], stats["bytes_limit"]
     page = os.sysconf("SC_PAGE_SIZE")
+    # Pages that could be had now, without what the system caches.
     return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
 
 

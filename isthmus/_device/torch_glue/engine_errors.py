@@ -1,21 +1,21 @@
-"""Exceptions that Python code raises during backward: in hooks, custom functions, recomputation, and by Ctrl-C.
+"""Exceptions that Python code raises during backward, in hooks, custom functions and recomputation; and Ctrl-C.
 
 torch's autograd engine asks the device's guard, an object in Python, for its ``type_`` while a C++ exception unwinds. A
 hook throws with Python's error indicator still set, and ``~StreamGuard`` calls the guard; a call that returns a result
 while the indicator is set is a SystemError, and that inside a destructor ends the process. So the guard takes the
 pending error away, and ``run_backward`` of torch's engine, the one place that enters it, raises the same object again.
 
-    hook raises -> indicator is set -> guard.type_() takes it -> list of this pass -> run_backward raises it
+    hook raises -> indicator is set -> guard.type_ takes it -> list of this pass -> run_backward raises it
 
-- **The guard** (``Guarding``). All of ``type_`` is a chain of C iterators. A Python function would do until it is
-  traced: a debugger's trace function is called at its entry, while the error is pending. Outside of backward passes,
-  where no error can be pending, ``type_`` is an iterator that only answers.
+- **The guard** (``Guarding``). ``type_`` is a property, whose getter is a chain of C iterators. A Python function would
+  do until it is traced: a debugger's trace function is called at its entry, while the error is pending.
 - **Which pass an error belongs to** (``Owners``). Autograd's one thread for the device works for all passes of all
   threads. ``run_backward`` puts a list into torch's thread-local state, which torch carries to each thread that works
   for the pass; passes inside passes have lists of their own. Nothing else holds the list: an error not raised goes
   with it. torch 2.11 cannot take such a list back, and there errors are told apart by thread (``OwnersByThread``).
-- **Ctrl-C** (``Signals``). pybind11 lets Python handle signals when it calls the guard, where C++ allows no exception.
-  A signal that arrives while C++ runs a pass on the main thread is therefore handled when the pass has ended.
+- **Ctrl-C.** pybind11 lets Python handle signals between getting ``type_`` and calling it, where C++ allows no
+  exception. So the getter takes back a Ctrl-C that Python has not handled yet, and the call repeats it. A signal that
+  arrives while C++ runs a pass on the main thread is handled when the pass has ended (``Signals``).
 
 docs/faults.md tells users, and says which change in torch would make all this unnecessary.
 """
@@ -26,6 +26,7 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]
 import ctypes
 import functools
+import operator
 import struct
 import sys
 import threading
@@ -39,9 +40,6 @@ from isthmus._upstream import choose, optional
 
 _OWNER, _NAME = "torch.autograd.variable.Variable", "_execution_engine"
 _KEY = "isthmus: errors of this backward"
-
-_pending = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyErr_Occurred", ctypes.pythonapi))
-"""Raises a pending error, as every function of ``ctypes.PyDLL`` raises what is pending when it returns."""
 
 
 class _Indicator:
@@ -74,7 +72,7 @@ class _Indicator:
 
 
 class _Answers(dict[Any, Any]):
-    """The guard's answer by what was taken from the indicator: an error is a missing key, and is kept."""
+    """What answers for the guard, by what was taken from the indicator: an error is a missing key, and is kept."""
 
     def __init__(self, none: Any, answer: Any, indicator: _Indicator) -> None:
         super().__init__({none: answer})
@@ -87,6 +85,17 @@ class _Answers(dict[Any, Any]):
         except BaseException as error:
             _keep(error)
         return self.answer
+
+
+_interrupted = ctypes.PYFUNCTYPE(ctypes.c_int)(("PyOS_InterruptOccurred", ctypes.pythonapi))
+"""Says, 1 or 0, whether a Ctrl-C waits for its handler, and takes it back; 0 on other threads than the main one."""
+
+
+def _interrupts(answer: Any) -> Callable[[], Any]:
+    """Return a function in C that repeats a Ctrl-C, for Python to handle at its next bytecode, and answers."""
+    repeated = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int)(("PyErr_SetInterruptEx", ctypes.pythonapi))
+    repeated.restype = (answer,).__getitem__  # of 0, which it returns
+    return functools.partial(repeated, _signal.SIGINT)
 
 
 Errors = list[BaseException]
@@ -193,43 +202,32 @@ def _keep(error: BaseException) -> None:
 
 
 class Guarding:
-    """What the device's guard has for ``type_``: while a pass runs, a chain that takes a pending error away first."""
+    """What the device's guard has for ``type_``: a chain that takes a pending error and a Ctrl-C away first."""
 
     def __init__(self, guard: Any, answer: Any) -> None:
         indicator = _Indicator()
         # pybind11 calls no PyCFunction, which it takes for a method that is not overridden; ``__next__`` is none.
-        self.taking = map(_Answers(indicator.none, answer, indicator).__getitem__, indicator.taken).__next__
-        self.quick = repeat(answer).__next__
-        if self.taking() is not answer or self.quick() is not answer:
+        ways = (repeat(answer).__next__, _interrupts(answer))
+        taken = map(_Answers(indicator.none, ways, indicator).__getitem__, indicator.taken)
+        # mypy takes ``getitem`` for its overload of slices.
+        answers: Any = map(operator.getitem, taken, iter(_interrupted, -1))
+        if next(answers)() is not answer:
             raise TypeError("an error is found where none is pending")
-        self.passes = 0
-        self.lock = threading.RLock()  # reentrant: the handler of a signal may run a pass
-        self.attributes: dict[str, Any] = vars(guard)
-        self.attributes["type_"] = self.taking
+        # The guard, which the property gives to its getter, becomes next's default, which is never needed.
+        type(guard).type_ = property(functools.partial(next, answers))
 
     def run(self, theirs: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one backward pass; an error that the guard took from it is raised where torch would have raised it."""
         errors: Errors = []
         around = owners.begin(errors)
-        with self.lock:
-            self.passes += 1
-            self.attributes["type_"] = self.taking
-        ended = False
         try:
-            result = theirs(*args, **kwargs)
-            ended = True
-            return result
+            return theirs(*args, **kwargs)
         except SystemError:
             # What Python makes of a function that fails without an error: "returned NULL without setting an exception".
             errors = owners.claimed(errors)
             if not errors:
                 raise
         finally:
-            with self.lock:
-                self.passes -= 1
-                # Where a pass failed on one thread, another may still run one of its hooks, which may raise, too.
-                if ended and not self.passes:
-                    self.attributes["type_"] = self.quick
             owners.end(around)
         error = errors[-1]
         errors.clear()
@@ -275,12 +273,6 @@ class Signals:
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal, now or at the end of the pass."""
-        try:
-            # First, since pybind11 may let Python handle signals before it calls the guard: nothing can be called
-            # while an error is pending but this, which raises it.
-            _pending()
-        except BaseException as error:
-            _keep(error)
         if _is_ours(frame):
             self.deferred.append(number)
         else:
@@ -325,7 +317,7 @@ def _guarding(guard: Any, answer: Any) -> Guarding | None:
 )
 def _take_over(guarding: Guarding) -> None:
     """Take the place of the engine that torch enters for every backward pass; a second call does nothing."""
-    if not callable(getattr(patches.found(_OWNER), _NAME).run_backward):
+    if not callable(getattr(patches.object_at(_OWNER), _NAME).run_backward):
         raise TypeError(f"{_OWNER}.{_NAME}.run_backward cannot be called")
     patches.replace(_OWNER, _NAME, functools.partial(_engine, guarding))
 

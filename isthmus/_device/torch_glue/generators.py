@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from isthmus._device.core import generator
 from isthmus._device.torch_glue import patches, private
 
 
@@ -24,6 +25,7 @@ class _GeneratorType(type(private.Generator)):  # type: ignore[misc]  # which is
 
     def __call__(cls, device: Any = "cpu") -> Any:
         where = torch.device(device)
+        # Any other device is torch's.
         if where.type != "jax":
             return private.Generator(device)
         from isthmus._device.torch_glue.torch_jax import check_device
@@ -59,6 +61,53 @@ class Generator(private.Generator, metaclass=_GeneratorType):
         return self.clone_state()
 
 
+class _DefaultGenerator(Generator):
+    """What ops of the device without a generator draw from, as an object: ``torch.jax.default_generators[0]``.
+
+    The state is that of ``torch.jax.get_rng_state``. A CPU tensor that is filled from it takes numbers of the same
+    seed.
+    """
+
+    def manual_seed(self, seed: int) -> _DefaultGenerator:
+        """Start the sequence of this seed anew."""
+        super().manual_seed(seed)
+        generator.manual_seed(seed)
+        return self
+
+    def seed(self) -> int:
+        """Take a seed from the operating system and return it."""
+        chosen = super().seed()
+        generator.manual_seed(chosen)
+        return chosen
+
+    def initial_seed(self) -> int:
+        """Return the seed that was last set."""
+        return generator.default.seed
+
+    def get_state(self) -> torch.Tensor:
+        """Return the state as a CPU byte tensor."""
+        return generator.get_state()
+
+    def set_state(self, state: torch.Tensor) -> _DefaultGenerator:
+        """Go back to a state that ``get_state`` returned."""
+        generator.set_state(state)
+        return self
+
+    def get_offset(self) -> int:
+        """Return how many random ops have drawn since the seed was set."""
+        return generator.state()[1]
+
+    def clone_state(self) -> Generator:
+        """Raise: other generators are torch's for the CPU, which draw other numbers."""
+        raise NotImplementedError(
+            "the default generator of device 'jax' has no copies; get_state() and set_state() keep its state"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self.clone_state()
+        raise AssertionError
+
+
 def _restored(seed: int, state: torch.Tensor) -> Generator:
     """Return a generator as it was pickled."""
     generator = Generator("jax")
@@ -69,5 +118,12 @@ def _restored(seed: int, state: torch.Tensor) -> Generator:
 
 def install() -> None:
     """Let ``torch.Generator`` know the device; called by ``import torch``."""
+    from isthmus._device.torch_glue import torch_jax
+
+    # At ``import torch``: scripts make generators before they make a tensor.
     patches.replace("torch", "Generator", lambda theirs: Generator)
     private.trace_as_objects(Generator)
+    default = _DefaultGenerator("jax")
+    place = private.generator_address(default)
+    generator.stands_in = lambda given: private.generator_address(given) == place
+    torch_jax.default_generators = (default,)

@@ -36,6 +36,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 # Autograd's key too: without a kernel there torch would take its own answer apart before it asks the device.
 KERNELS: dict[str, Callable[..., Any]] = (
+    # Older torch has no such op, and asks elsewhere.
     {} if _op is None else {"_has_compatible_shallow_copy_type": has_compatible_type}
 )
 AUTOGRAD_KERNELS = KERNELS

@@ -7,8 +7,8 @@ it refuses what has no row here. The modules that know the replacement call it:
 
 People who only have Isthmus installed get the rows ``IMPORT`` and no others; those are names that torch itself reaches
 without a tensor of the device, and each either fails or ends the process without its row. The rest waits for the first
-tensor on "jax" (``TENSOR``), the first graph of the backend (``COMPILE``), the first process group (``GROUP``), or a
-call (``CALL``, taken back at its end).
+tensor on "jax" (``TENSOR``), the first graph of the backend (``COMPILE``), the first process group (``GROUP``),
+the first mesh (``MESH``), or a call (``CALL``, taken back at its end).
 
 A name that this torch does not have is skipped, and what its reason says is then not so, and nothing else. ``skipped``
 keeps these for ``isthmus doctor``, unless the row is ``optional``: not every supported version has that name.
@@ -28,6 +28,7 @@ IMPORT = "import"
 TENSOR = "tensor"
 COMPILE = "compile"
 GROUP = "group"
+MESH = "mesh"
 CALL = "call"
 
 
@@ -175,6 +176,41 @@ TABLE: tuple[Patch, ...] = (
         "torch.compile(model) names no backend, and TorchInductor has no code generator for the device",
     ),
     Patch(
+        "torch._inductor.compile_fx",
+        "compile_fx",
+        TENSOR,  # or as soon after as something imports the module
+        "libraries whose backends change a graph hand it to TorchInductor, which has no code generator for the device",
+    ),
+    *(
+        Patch(
+            owner,
+            "__torch_dispatch__",
+            TENSOR,
+            "linear is one op on this device; who counts or chooses by ops looks for the products that it is elsewhere",
+        )
+        for owner in (
+            "torch.utils.checkpoint._CachingTorchDispatchMode",
+            "torch.utils.checkpoint._CachedTorchDispatchMode",
+            "torch.utils.flop_counter._FlopCounterMode",
+        )
+    ),
+    Patch(
+        "torch.utils.flop_counter",
+        "register_flop_formula",
+        TENSOR,
+        "torch has no formula for the one op that attention is on a device from outside, which has CUDA's",
+        adds=True,
+    ),
+    *(
+        Patch(
+            "torch.autograd.profiler.profile",
+            name,
+            TENSOR,
+            "torch's profiler asks C++ what devices do, where a device in Python has nothing to register",
+        )
+        for name in ("_start_trace", "__exit__", "_parse_kineto_results")
+    ),
+    Patch(
         "torch._dynamo.variables.optimizer.OptimizerVariable",
         "_set_capturable",
         COMPILE,
@@ -221,6 +257,12 @@ TABLE: tuple[Patch, ...] = (
         for name in ("_ddp_init_helper", "_set_static_graph", "_post_forward")
     ),
     Patch(
+        "torch.nn.parallel.distributed.DistributedDataParallel",
+        "_check_comm_hook",
+        GROUP,
+        "torch lets no communication hook of bfloat16 in where there is no NCCL",
+    ),
+    Patch(
         "torch.distributed.distributed_c10d",
         "_maybe_attach_flight_recorder",
         GROUP,
@@ -233,6 +275,18 @@ TABLE: tuple[Patch, ...] = (
         "_get_split_source",
         GROUP,
         "new_group of torch 2.15 hands the default group's backend to C++ to be split, and one in Python is refused",
+    ),
+    *(
+        Patch(
+            f"torch.distributed.checkpoint.{owner}",
+            name,
+            MESH,
+            "torch's planner lets one process alone read a plain tensor, and reading a split one is a collective",
+        )
+        for owner, name in (
+            ("state_dict_saver", "DefaultSavePlanner"),
+            ("state_dict_loader", "DefaultLoadPlanner"),
+        )
     ),
     Patch(
         "torch.nn.Module",
@@ -292,10 +346,12 @@ def replace(owner: str, name: str, make: Callable[[Any], Any]) -> None:
     """Put ``make(theirs)`` where torch keeps ``owner.name``; a second call does nothing, a missing name is skipped."""
     patch = row(owner, name)
     with _lock:
+        # Under the lock, since two threads may make the first tensor.
         if patch in _applied:
             return
         try:
-            place = found(owner)
+            place = object_at(owner)
+            # Statically: a descriptor would be bound, and ``restore`` could not put it back.
             theirs = inspect.getattr_static(place, name)
             ours = make(theirs)
         except (AttributeError, ImportError) as error:
@@ -329,7 +385,7 @@ def register(owner: str, name: str, *args: Any) -> Any:
     patch = row(owner, name)
     assert patch.adds
     try:
-        registry = getattr(found(owner), name)
+        registry = getattr(object_at(owner), name)
     except (AttributeError, ImportError) as error:
         skipped[patch] = str(error)
         return None
@@ -348,6 +404,7 @@ def report() -> list[str]:
         TENSOR: "the first tensor",
         COMPILE: "the first graph",
         GROUP: "a process group",
+        MESH: "a mesh",
         CALL: "a call",
     }
     counts = [f"{len(applied(when))} since {name}" for when, name in since.items() if applied(when)]
@@ -356,7 +413,7 @@ def report() -> list[str]:
     return lines
 
 
-def found(path: str) -> Any:
+def object_at(path: str) -> Any:
     """Return the module or class of a dotted name."""
     first, *rest = path.split(".")
     place, name = importlib.import_module(first), first

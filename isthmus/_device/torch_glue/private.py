@@ -1,7 +1,17 @@
 """Every private API of torch the device uses, needed ones and optional ones (``isthmus._upstream`` defines both).
 
-What is looked up while this module is imported is needed, and so are the guards without an ``optional`` above them;
-the rest has another way. test_private.py checks what each name does, test_drift.py what happens without it.
+torch promises nothing about these names, so each stands behind a function here that says in the device's words what
+it is for: where a new torch changes one, this file changes and no other. What Dynamo hides is in
+``_dynamo/private.py``, what every layer needs (schemas, the class of an op) in ``_graph/private.py``::
+
+    contents(storage)                # the Buffer that hangs on a storage; ``torch.Storage`` has no slot for one
+    redispatch_to_meta(op, ...)      # the op's Meta kernel, as the dispatcher would call it
+    is_fake(tensor)                  # whether torch.compile or torch.export is tracing
+
+What is looked up while this module is imported is needed, and so are the guards without an ``optional`` above them:
+without one of those the device cannot be had, and ``SetupError`` says which name is missing. The rest has another way,
+slower or with less comfort. tests/device/test_private.py checks what each name does, tests/device/test_drift.py what
+happens without it, and tests/project/test_imports.py that no other file uses one.
 """
 
 from __future__ import annotations
@@ -34,7 +44,13 @@ def contents(storage: Any) -> Any:
     torch keeps no memory behind a "jax" storage. A Python attribute hangs there instead, and torch preserves the Python
     object of a storage for as long as the storage lives, whatever happens to the tensors on it.
     """
+    # ``getattr`` with a default: storages of other devices have no such attribute.
     return getattr(storage, "_buffer", None)
+
+
+def read_storage(storage: torch.UntypedStorage, *args: Any) -> None:
+    """Read the bytes of a CPU storage from a file, as ``torch.load`` of its old format asks."""
+    storage._set_from_file(*args)
 
 
 def set_contents(storage: Any, held: Any) -> None:
@@ -54,10 +70,23 @@ def likeness(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     decides how ops are dispatched on this thread is the same.
     """
     guards = torch._C._dynamo.guards.TensorGuards  # type: ignore[attr-defined]
+    # Sizes and strides are compared exactly; Dynamo's own use allows dynamic ones.
     check = guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    # Tried on the tensors themselves: a changed API is noticed here and not by a wrong answer.
     if check(*tensors) is not True:
         raise TypeError("TensorGuards finds tensors unlike themselves")
     return check
+
+
+def redispatch(op: OpOverload, key: str, *args: Any, **kwargs: Any) -> Any:
+    """Run the kernel that torch has for an op under another dispatch key, on tensors of any device."""
+    return op.redispatch(_KEY_SETS[key], *args, **kwargs)
+
+
+_KEY_SETS = {
+    name: torch._C.DispatchKeySet(torch._C.DispatchKey.__members__[name])
+    for name in ("CPU", "SparseCPU", "SparseCsrCPU")
+}
 
 
 def redispatch_to_meta(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
@@ -82,6 +111,7 @@ def _restriding_guard() -> Callable[[], AbstractContextManager[Any]]:
         with torch._C.DisableTorchFunction(), torch._C._ForceDispatchKeyGuard(META, tracking):
             yield
 
+    # Entered once, so that a torch without it is noticed now.
     with guard():
         return guard
 
@@ -181,6 +211,15 @@ def in_forward_mode() -> bool:
     return torch.autograd.forward_ad._current_level >= 0
 
 
+@optional(
+    "recurrent networks run step by step, and weights gathered for forward are kept, as if inside torch.func",
+    lambda: True,
+)
+def in_function_transform() -> bool:
+    """Return whether a function of ``torch.func`` or ``torch.vmap`` is at work on this thread."""
+    return torch._C._are_functorch_transforms_active()
+
+
 def above_autograd() -> Any:
     """Return a guard under which a call made by a kernel is recorded by autograd, as one from outside would be."""
     excluded, still = torch._C._dispatch_tls_local_exclude_set(), torch._C.DispatchKeySet(_UNDEFINED)
@@ -238,6 +277,13 @@ def _flex_attention_autocast(*args: Any) -> Any:
         return flex_attention(*queries_keys_values, *args[3:])
 
 
+@optional("ops on sparse tensors that are not in our tables fail", lambda key: [])
+def names_with_kernel(key: str) -> list[str]:
+    """Return the full name of every op of ATen that torch has a kernel for under this dispatch key."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return [name for name in op_names() if name.startswith("aten::") and has(name, key)]
+
+
 def composite(op: OpOverload, *args: Any) -> Any:
     """Run the C++ kernel of an op that torch composes of others.
 
@@ -245,6 +291,11 @@ def composite(op: OpOverload, *args: Any) -> Any:
     layers (torch 2.13: ``_rnn_helper`` compares ``num_layers < i - 1``).
     """
     return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args)
+
+
+def generator_address(generator: torch.Generator) -> int:
+    """Return the address of a generator, its identity: a kernel gets a new object of torch's own class for it."""
+    return generator._cdata  # type: ignore[attr-defined, no-any-return]
 
 
 def trace_as_objects(cls: type) -> None:
@@ -264,7 +315,7 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 @optional("JAX functions in torch go through torch's dispatcher", lambda tensors: False)
 def are_plain(tensors: list[torch.Tensor]) -> bool:
     """Return whether an op on these would go straight to the kernel of "jax", gradients aside."""
-    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+    if torch._C._len_torch_dispatch_stack() or in_function_transform():
         return False
     for t in tensors:
         elsewhere = type(t) not in _PLAIN or t.is_cpu or t.is_cuda or t.is_meta
@@ -314,3 +365,63 @@ def _try_needed() -> None:
 
 
 _try_needed()
+
+
+@optional("torch._dynamo.mark_dynamic(max=...) chooses no padded size", lambda tensor: {})
+def largest_sizes(tensor: Any) -> dict[int, int]:
+    """Return the largest sizes that ``torch._dynamo.mark_dynamic`` has said of a tensor, by dim."""
+    marks = getattr(tensor, "_dynamo_dynamic_range", None) or ()
+    return {mark.dim: int(mark.max) for mark in marks if mark.max is not None}
+
+
+# What a module and an optimizer are made of, as torch's classes spell it: ``named_parameters`` and its like take
+# microseconds for each module, and hooks have no public list. isthmus.jit looks at all of them before every replay.
+MODULE_PARTS = ("_parameters", "_buffers", "_modules")
+MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
+    """Return a module's own parameters by name, tied ones and those that are None among them."""
+    return module._parameters
+
+
+def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return a module's own buffers by name, those that are None among them."""
+    return module._buffers
+
+
+def in_cpp(module: torch.nn.Module) -> Any:
+    """Return the C++ object of a scripted module, which has the tensors it computes with; None for any other."""
+    return getattr(module, "_c", None)
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Run a function at the end of the backward pass that is running; called there, after those queued so far."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def is_ignored_by_ddp(parameter: torch.Tensor) -> bool:
+    """Return whether DistributedDataParallel leaves a parameter alone, which it marks so."""
+    return hasattr(parameter, "_ddp_ignored")
+
+
+def group_named(name: str) -> Any:
+    """Return the process group that a functional collective names."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
+
+
+def dtensor_rules() -> list[Any]:
+    """Return DTensor's tables of how ops may be split, each by op; there is no public way to ask for a rule."""
+    from torch.distributed.tensor import DTensor
+
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    names = (
+        "op_strategy_funcs",
+        "op_to_rules",
+        "op_single_dim_strategy_funcs",
+    )  # not every release has the last
+    return [getattr(propagator, name, {}) for name in names]

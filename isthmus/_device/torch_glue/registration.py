@@ -55,9 +55,14 @@ def register() -> None:
         _setup_privateuseone_for_python_backend(
             "jax", backend_module=torch_jax, hook=_Hooks(), device_guard=_state["guard"]
         )
+        torch.backends.jax = torch_jax.backends  # type: ignore[attr-defined]
+        sys.modules["torch.backends.jax"] = torch_jax.backends
         _state["library"] = library = torch.library.Library("_", "IMPL")
         library.fallback(_load_then_call, "PrivateUse1")
+        for key, kind in _OTHER_LAYOUTS.items():
+            library.fallback(functools.partial(_load_then_refuse, kind), key)
         private.hide_from_dynamo(_load_then_call)
+        private.hide_from_dynamo(_load_then_refuse)
         private.hide_from_dynamo(_Guard.type_)
         _state["pass autocast"] = autocast.allow()
         storage_patches.install_on_import()
@@ -119,6 +124,23 @@ def _load_then_call(op: Any, *args: Any, **kwargs: Any) -> Any:
     return register.call(op, *args, **kwargs)
 
 
+_OTHER_LAYOUTS = {
+    "SparsePrivateUse1": "sparse tensors, on the CPU neither",
+    "SparseCsrPrivateUse1": "sparse tensors of compressed layouts, on the CPU neither",
+    "QuantizedPrivateUse1": "torch.ao's quantized dtypes on 'jax'; torchao's quantized tensors work, and so does "
+    "dequantize() on the CPU",
+}
+"""What the ops are called for that have no kernel under these dispatch keys."""
+
+
+def _load_then_refuse(kind: str, op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Answer a first call on the device, which is one of a sparse tensor, by loading; refuse what has no kernel."""
+    if "autocast" not in _state:
+        load()
+        return op(*args, **kwargs)
+    raise NotImplementedError(f"{op} has no kernel for {kind}")
+
+
 def load() -> None:
     """Load JAX and every kernel, all of it or nothing: after a failure or Ctrl-C the next call starts anew."""
     _check_in_time()
@@ -126,6 +148,8 @@ def load() -> None:
         return
     require_jax()
     with _lock:
+        if "autocast" in _state:
+            return  # another thread was first
         before = set(sys.modules)
         try:
             from isthmus._device.kernels import register  # noqa: F401
@@ -133,9 +157,11 @@ def load() -> None:
                 autocast,
                 default_backend,
                 engine_errors,
+                op_modes,
                 processes,
                 scripted,
                 storage_patches,
+                torch_profiler,
             )
             from isthmus._runtime import forks
 
@@ -145,6 +171,8 @@ def load() -> None:
             processes.install()
             storage_patches.install()
             default_backend.install()
+            torch_profiler.install()
+            op_modes.install()
             scripted.install_saving()
             private.allow_flex_attention()
             library = autocast.install()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from isthmus._device.torch_glue import patches
-from isthmus._device.torch_glue.private import scripted_tensors
+from isthmus._device.torch_glue.private import in_cpp, scripted_tensors
 from isthmus._graph.private import storage_id
 from isthmus._runtime import files
 
@@ -81,7 +81,7 @@ def _is_ours(module: Any) -> bool:
 def _tensors(module: Any) -> Iterator[tuple[Any, str, Tensor]]:
     """Yield the parameters and buffers of a module, each with what holds it and its name there."""
     for part in module.modules():
-        inner = getattr(part, "_c", None)
+        inner = in_cpp(part)
         if inner is None:
             continue
         yield from (

@@ -18,7 +18,13 @@ import torch
 
 from isthmus._device.core.mode import reason
 from isthmus._device.torch_glue import patches
-from isthmus._device.torch_glue.private import contents, empty_tensor, hide_from_dynamo, set_contents
+from isthmus._device.torch_glue.private import (
+    contents,
+    empty_tensor,
+    hide_from_dynamo,
+    read_storage,
+    set_contents,
+)
 from isthmus._graph.private import address_of
 
 Storage = torch.UntypedStorage
@@ -162,7 +168,7 @@ def _set_item(storage: Any, index: Any, value: Any) -> None:
 
 def _set_from_file(storage: Any, *args: Any) -> Any:
     host = torch.UntypedStorage(_nbytes(storage))
-    host._set_from_file(*args)
+    read_storage(host, *args)
     _copy_(storage, host)
     return storage
 
@@ -318,10 +324,15 @@ def _tensor_pointer(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 def _pointer(tensor: Any, address: int) -> int:
     """Return a number in place of the address of a "jax" tensor's first element, ``address`` for any other tensor."""
-    if tensor.is_cpu or tensor.device.type != "jax" or contents(tensor.untyped_storage()) is None:
+    if tensor.is_cpu or tensor.device.type != "jax" or not _is_stored(tensor):
         return address
     start = _data_ptr(tensor.untyped_storage())
     return start + tensor.storage_offset() * tensor.dtype.itemsize if start and tensor.numel() else 0
+
+
+def _is_stored(tensor: Any) -> bool:
+    """Return whether a tensor has a buffer of its own; a sparse one has those of its parts."""
+    return tensor.layout is torch.strided and contents(tensor.untyped_storage()) is not None
 
 
 def _pinning(theirs: Callable[..., Any]) -> Callable[..., Any]:
@@ -372,7 +383,7 @@ def _export(tensor: Any, options: dict[str, Any]) -> Any:
 def _printing(theirs: Callable[..., Any]) -> Callable[..., Any]:
     def _tensor_str(self: Any, indent: int) -> Any:
         """Return the elements as text; a "jax" tensor crosses to the host once instead of op by op."""
-        if self.is_cpu or self.device.type != "jax" or contents(self.untyped_storage()) is None:
+        if self.is_cpu or self.device.type != "jax" or not _is_stored(self):
             return theirs(self, indent)
         with reason("print"):
             shown = self.detach().cpu()

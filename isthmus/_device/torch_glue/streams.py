@@ -38,6 +38,7 @@ class Stream(torch.Stream):
 
     def synchronize(self) -> None:
         """Wait for the device."""
+        # Streams are names only: waiting for one waits for all work.
         _wait()
 
     def query(self) -> bool:
@@ -58,6 +59,7 @@ class Stream(torch.Stream):
         return event
 
     def __enter__(self) -> Stream:
+        # A stream may be entered again inside itself.
         self._contexts.append(StreamContext(self))
         self._contexts[-1].__enter__()
         return self
@@ -80,6 +82,7 @@ class Event:
         interprocess: bool = False,
         **kwargs: Any,
     ) -> None:
+        # Other arguments have no meaning on this device and are taken silently, as torch's own events do.
         if interprocess:
             raise NotImplementedError("an event of 'jax' cannot be shared with another process")
         self.device, self.event_id = torch.device("jax", 0), next(_ids)
@@ -88,6 +91,7 @@ class Event:
 
     def record(self, stream: Any = None) -> Event:
         """Note this moment; a timing event waits for the work that was launched before."""
+        # The time is that of the host, once the device is done.
         if self._timed:
             _wait()
         self._time = time.perf_counter()
@@ -103,6 +107,7 @@ class Event:
 
     def synchronize(self) -> None:
         """Wait for the work that was launched before the event."""
+        # An event that was never recorded is done.
         if self._time is not None:
             _wait()
 

@@ -1,4 +1,14 @@
-"""``torch.jax``: what torch and its users ask of a device's module. Imports JAX only when asked about it."""
+"""``torch.jax``: what torch and its users ask of a device's module, under the names that ``torch.cuda`` has.
+
+torch itself calls some of these by name (``_lazy_init``, ``current_device``, ``get_amp_supported_dtype``),
+libraries look for others (``memory_allocated``, ``Stream``), so a name stays also where there is nothing to do.
+``registration.py`` makes the module known to torch before JAX is loaded: functions import JAX when they are called,
+and only where the device has been used. What is large has files of its own: memory (``device_memory.py``), streams
+(``streams.py``), names of CUDA that mean nothing here (``cuda_names.py``).
+
+What can go wrong: a function that starts JAX makes the process one that must not fork, so questions that can be
+answered without it are (``device_count``, ``_has_autograd_thread``).
+"""
 
 from __future__ import annotations
 
@@ -68,6 +78,9 @@ from isthmus._device.torch_glue.streams import (  # noqa: F401  # torch.jax has 
     stream,
 )
 
+default_generators: tuple[torch.Generator, ...] = ()
+"""The device's generator as an object; ``generators.install`` makes it."""
+
 _initialized = True  # torch.utils.checkpoint keeps the generator's state only for a device that says so
 
 
@@ -117,7 +130,7 @@ def check_device(device: Any) -> None:
     A process that ``torchrun`` started has one device too, and scripts call it by their rank on the host, as on CUDA.
     """
     index = _index(device)
-    if index not in (0, config.launch().local_rank):
+    if index != 0 and index != config.launch().local_rank:  # the environment is read only where it matters
         raise RuntimeError(f"invalid device ordinal: jax:{index}; torch sees one device, jax:0")
 
 
@@ -247,11 +260,10 @@ def get_device_properties(device: Any = None) -> Any:
     import types
 
     behind = jax_device()
-    stats = behind.memory_stats() or {}
     return types.SimpleNamespace(
         name=str(behind.device_kind),
         platform=behind.platform,
-        total_memory=stats.get("bytes_limit", 0),
+        total_memory=get_memory_info()[1],
     )
 
 
@@ -300,3 +312,22 @@ random = namespace(
     get_rng_state=get_rng_state, set_rng_state=set_rng_state,
     get_rng_state_all=get_rng_state_all, set_rng_state_all=set_rng_state_all,
 )  # fmt: skip
+
+
+def _version() -> str:
+    """Return the version of JAX that is installed."""
+    import importlib.metadata
+
+    return importlib.metadata.version("jax")
+
+
+def _platform() -> str:
+    """Return the platform that JAX runs on here: cpu, gpu or tpu."""
+    return str(jax_device().platform)
+
+
+backends = namespace(
+    "jax", is_built=is_compiled, is_available=is_available, version=_version, platform=_platform
+)
+"""``torch.backends.jax``, as torch has such a module for each of its own backends."""
+backends.__name__ = "torch.backends.jax"

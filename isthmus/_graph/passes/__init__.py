@@ -53,7 +53,7 @@ class Pass:
 
 
 PASSES = (
-    Pass("attention_masks", attention_masks, frozenset({"lazy", "compile", "joint"})),
+    Pass("attention_masks", attention_masks, frozenset({"lazy", "compile", "joint", "export"})),
     Pass("cross_entropy", cross_entropy, frozenset({"lazy", "compile", "joint", "export"})),
     # In lazy mode for slices whose ends have not changed yet: others are run-time numbers.
     Pass("slice_gradients", slice_gradients, frozenset({"lazy", "compile", "joint", "export"})),

@@ -7,12 +7,10 @@ other backends may not, and other passes look for them.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from isthmus._graph.graph import Graph
-from isthmus._graph.nodes import Call, Input, Node, Type, call_of, node
+from isthmus._graph.nodes import Call, Callee, Input, Node, Type, call_of, node
 from isthmus._graph.passes.rewrite import Rule, is_call, type_of
 
 _aten = torch.ops.aten
@@ -26,6 +24,7 @@ def fold_constants(graph: Graph) -> Rule:
 
 def _folded_constant(call: Call, inputs: tuple[Node, ...]) -> Node | None:
     """Return the constant that a call is, if it is one."""
+    # A random call is no constant, whatever it is made from.
     if call.random or len(call.types) != 1 or call.types[0] is None:
         return None
     type = type_of(call)
@@ -35,15 +34,17 @@ def _folded_constant(call: Call, inputs: tuple[Node, ...]) -> Node | None:
         number = _number(inputs[0])
     else:
         return None
+    # Cast and viewed in between: the number has to survive the dtype of the result.
     number = None if number is None else _exact(number, type.dtype)
     return None if number is None else constant(type, number)
 
 
-def constant(type: Type, number: Any) -> Node:
+def constant(type: Type, number: complex) -> Node:
     """Return the node of a tensor all of whose elements are this number."""
     return node(call_of(_FULL, {"size": type.size, "fill_value": number, "dtype": type.dtype}, [type]))
 
 
+# Ops whose result has the elements of their input, if those are all the same.
 _SHOWS = frozenset(
     {
         _aten.view.default,
@@ -54,7 +55,8 @@ _SHOWS = frozenset(
         _aten.clone.default,
     }
 )
-_MAKERS: dict[Any, int | None] = {
+# What fills a tensor with one number: that number, or None where it is an argument.
+_MAKERS: dict[Callee, int | None] = {
     _aten.zeros.default: 0,
     _aten.ones.default: 1,
     _FULL: None,
@@ -64,29 +66,31 @@ _MAKERS: dict[Any, int | None] = {
 }
 
 
-def _made(call: Call) -> Any:
+def _made(call: Call) -> complex | None:
     """Return the number that a call fills its result with; None if it is not known."""
     number = _MAKERS[call.op]
     number = dict(call.arguments).get("fill_value") if number is None else number
     return None if isinstance(number, Input) else number
 
 
-def _number(given: Node) -> Any:
+def _number(value: Node) -> complex | None:
     """Return the number of a constant, None of anything else."""
-    if not is_call(given, _FULL):
+    if not is_call(value, _FULL):
         return None
-    assert isinstance(given.call, Call)
-    number = dict(given.call.arguments)["fill_value"]
-    return None if isinstance(number, Input) else _exact(number, given.type.dtype)
+    assert isinstance(value.call, Call)
+    number = dict(value.call.arguments)["fill_value"]
+    return None if isinstance(number, Input) else _exact(number, value.type.dtype)
 
 
-def _exact(number: Any, dtype: torch.dtype) -> Any:
+def _exact(number: complex, dtype: torch.dtype) -> complex | None:
     """Return a number as an element of this dtype, or None if it is not one: devices may round it differently."""
     wide = _WIDEST[type(number)]
+    # The real part of a complex number would be taken silently.
     if (wide.is_complex and not dtype.is_complex) or (wide == torch.int64 and abs(number) >= 2**63):
         return None
-    found = torch.tensor(number, dtype=wide, device="cpu").to(dtype).item()
-    return found if found == number else None
+    # There and back: what comes back unchanged is exact.
+    element = torch.tensor(number, dtype=wide, device="cpu").to(dtype).item()
+    return element if element == number else None
 
 
 _WIDEST = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}

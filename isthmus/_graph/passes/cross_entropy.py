@@ -29,8 +29,10 @@ _aten = torch.ops.aten
 _NLL_BACKWARD = (_aten.nll_loss_backward.default, _aten.nll_loss2d_backward.default)
 _HALVES = (torch.float16, torch.bfloat16)
 
+# FRAGMENT: other modules define ops in the same namespace.
 _library = torch.library.Library("isthmus", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
+# Ops of our own, each with a composite kernel: whatever runs a graph without our lowerings can run them too.
 _library.define(
     "log_softmax_with_sums(Tensor self, int dim, bool half_to_float) -> (Tensor, Tensor, Tensor)", tags=_TAGS
 )
@@ -50,6 +52,7 @@ _library.define(
 def _with_sums(self: Tensor, dim: int, half_to_float: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-softmax, the largest element of each row, and the logarithm of the row's sum beside it."""
     wide = _wide(self)
+    # The largest element is subtracted before ``exp``, so that nothing overflows.
     largest = wide.amax(dim, keepdim=True)
     total = (wide - largest).exp().sum(dim, keepdim=True).log()
     return torch.ops.aten._log_softmax(self, dim, half_to_float), largest, total
@@ -65,6 +68,7 @@ def _gradient(
     grad: Tensor,
 ) -> Tensor:
     """Return the gradient of log-softmax for its input; its result, were it saved, had ``result_dtype``."""
+    # Rounded to the dtype that the saved result would have had, so that the gradient is eager's bit for bit.
     likelihood = (_wide(self) - largest - total).to(result_dtype).to(largest.dtype).exp()
     wide = grad.to(likelihood.dtype)
     return (wide - likelihood * wide.sum(dim, keepdim=True)).to(dtype)
@@ -85,6 +89,7 @@ def _loss_gradient(
     total_weight: Tensor,
 ) -> Tensor:
     """Return the gradient of log-softmax followed by the likelihood of targets, for the input of both."""
+    # The op for losses over images has its classes in dim 1 of four.
     backward = _NLL_BACKWARD[self.dim() > 2]
     wide = self.to(dtype)
     of_loss = backward(grad, wide, target, weight, reduction, ignore_index, total_weight)
@@ -105,6 +110,7 @@ LOSS_GRADIENT = torch.ops.isthmus.cross_entropy_gradient.default
 
 def cross_entropy(graph: Graph) -> Rule | None:
     """Return the rule: gradients of log-softmax are computed from its input."""
+    # Calls of log-softmax whose result a backward reads, and whose input is still there then.
     splits = {
         out.call
         for n in graph.nodes
@@ -114,9 +120,11 @@ def cross_entropy(graph: Graph) -> Rule | None:
     }
 
     def rule(call: Call, inputs: tuple[Node, ...]) -> Node | None:
+        # First the forward call: its backward, which comes later, finds the new one among its inputs.
         if call in splits:
             return _split(call, inputs[0]).results[0]
         if call.op is _aten._log_softmax_backward_data.default:
+            # AOTAutograd detaches what it saves.
             out = _undetached(inputs[1])
             if isinstance(out.call, Item) and is_call(out.inputs[0], WITH_SUMS):
                 return _replaced(call, inputs[0], out.inputs[0])
@@ -147,6 +155,7 @@ def _split(call: Call, x: Node) -> Node:
     arguments = dict(call.arguments)
     out = type_of(call)
     dim = arguments["dim"] % len(out.size)
+    # One number per row: the reduced dim has length one.
     rows = tuple(1 if n == dim else size for n, size in enumerate(out.size))
     sums = Type(rows, torch.float64 if out.dtype == torch.float64 else torch.float32)
     named = {"self": Input(0), "dim": dim, "half_to_float": arguments["half_to_float"]}
@@ -161,15 +170,18 @@ def _replaced(call: Call, grad: Node, whole: Node) -> Node:
     assert largest is not None
     assert total is not None
     assert whole.types[0] is not None
+    # The half-precision source if there is one: it is what backward saves then.
     inputs = [_before_cast(whole.inputs[0]), largest, total]
     named = {"self": Input(0), "largest": Input(1), "total": Input(2), "dim": dim}
     named |= {"result_dtype": whole.types[0].dtype, "dtype": arguments["input_dtype"]}
     # A loss over classes: the gradient of each row is zero but for its target's.
     of_loss = isinstance(grad.call, Call) and grad.call.op in _NLL_BACKWARD
+    # The likelihood loss reads dim 1, or the only dim of a single sample.
     if not of_loss or dim != min(1, len(result.size) - 1):
         named["grad"] = Input(3)
         return node(call_of(GRADIENT, named, [result], context=call.context), *inputs, grad)
     assert isinstance(grad.call, Call)
+    # All arguments of the loss's backward, its inputs numbered after ours.
     for name, value in grad.call.arguments:
         if name == "self":
             continue

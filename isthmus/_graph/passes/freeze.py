@@ -8,28 +8,30 @@ parameters torch names. ``isthmus.jit`` cannot use it: a replay reads parameters
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import Any
 
 from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import Call, Item, Leaf, Node
 from isthmus._graph.passes.stages import Stage, stages_of
+from isthmus._graph.private import Op
 
 
-def freeze(graph: Graph, parameters: Container[int], free: Container[Any]) -> list[Stage]:
+def freeze(graph: Graph, parameters: Container[int], free: Container[Op]) -> list[Stage]:
     """Return two stages, of which the first reads only array leaves that are parameters; none if it computes nothing.
 
     ``free`` are ops that cost nothing, such as views: to keep their results would save nothing.
     """
-    given = {
+    frozen = {
         n
         for n in graph.inputs
         if isinstance(n.call, Leaf) and n.call.kind == "array" and n.call.index in parameters
     }
-    made = {n for n in graph.nodes if isinstance(n.call, Call) and not n.inputs}
-    known = _known(graph, given | made)
+    constants = {n for n in graph.nodes if isinstance(n.call, Call) and not n.inputs}
+    # What is made of parameters and of nothing at all can be computed once.
+    known = _known(graph, frozen | constants)
     # A constant that the rest needs too is cheaper made there than kept.
     needed = {n for each in graph.nodes if each not in known for n in each.inputs} | set(graph.outputs)
-    known = _known(graph, given | (made - needed)) - given
+    known = _known(graph, frozen | (constants - needed)) - frozen
+    # Views alone: a stage of its own would cost more than it saves.
     if all(isinstance(n.call, Item) or (isinstance(n.call, Call) and n.call.op in free) for n in known):
         return []
     return stages_of(
@@ -37,9 +39,9 @@ def freeze(graph: Graph, parameters: Container[int], free: Container[Any]) -> li
     )
 
 
-def _known(graph: Graph, given: set[Node]) -> set[Node]:
+def _known(graph: Graph, roots: set[Node]) -> set[Node]:
     """Return the nodes that depend on given ones alone, and these."""
-    known = set(given)
+    known = set(roots)
     for n in graph.nodes:
         if n.inputs and known.issuperset(n.inputs):
             known.add(n)

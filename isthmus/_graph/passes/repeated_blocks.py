@@ -28,13 +28,15 @@ _PERIODS = 12
 def repeated_blocks(graph: Graph) -> list[Stage]:
     """Return a graph's stages, of which several have the same key; none if it has no equal blocks."""
     calls = [n for n in graph.nodes if not isinstance(n.call, Item)]
-    found = repeats([signature(n) for n in calls])
-    if found is None:
+    repetition = repeats([signature(n) for n in calls])
+    if repetition is None:
         return []
-    start, period, copies = found
+    start, period, copies = repetition
+    # The ends of what lies before, of each copy, and of what lies after.
     ends = [0, *range(start, start + period * copies + 1, period), len(calls)]
     pieces = [_with_items(calls[a:b], graph) for a, b in itertools.pairwise(ends)]
     stages = stages_of(graph, pieces)
+    # Copies that read alike may be wired differently, as the first and last layer often are.
     counts = Counter(stage.key for stage in stages)
     key, most = counts.most_common(1)[0]
     block = next(stage for stage in stages if stage.key == key)
@@ -50,18 +52,22 @@ def _with_items(calls: Sequence[Node], graph: Graph) -> list[Node]:
 def _flows(block: Stage) -> bool:
     """Return whether the calls of a block mostly compute on each other, and are not a list of like calls."""
     inside = set(block.nodes)
-    fed = sum(any(given in inside for given in n.inputs) for n in block.nodes)
+    fed = sum(any(source in inside for source in n.inputs) for n in block.nodes)
+    # A list of casts of parameters repeats itself too, and nothing in it feeds the next.
     return 2 * fed >= len(block.nodes)
 
 
 def repeats(signatures: Sequence[Hashable]) -> tuple[int, int, int] | None:
     """Return (start, period, copies) of the piece that repeats itself most, or None."""
     numbers: dict[Hashable, int] = {}
+    # Small numbers in place of signatures, which are long tuples: they are compared very often.
     text = [numbers.setdefault(each, len(numbers)) for each in signatures]
     best, saved = None, 0
     for period in _periods(text):
         for start, length in _runs(text, period):
+            # A run of ``length`` equal calls is that many periods, and the first copy itself.
             copies = length // period + 1
+            # The best piece is the one that leaves most calls to copies.
             if copies >= COPIES and (copies - 1) * period > saved:
                 best, saved = (start, period, copies), (copies - 1) * period
     return best

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import Call, Input, Item, Leaf, Node, Type, call_of, node
+from isthmus._graph.private import Op
 
 Rule = Callable[[Call, tuple[Node, ...]], Node | None]
 
@@ -25,7 +25,9 @@ Rule = Callable[[Call, tuple[Node, ...]], Node | None]
 def rewrite(graph: Graph, rule: Rule, leaves: dict[Node, Node] | None = None) -> Graph:
     """Return the graph with each call replaced by the node that the rule gives for it, if it gives one."""
     new = remade(graph.nodes, leaves or {}, rule)
+    # In reverse, so that of several old nodes that became one the first gives its name.
     origins = {new[old]: graph.origins.get(old, old) for old in reversed(graph.nodes)}
+    # ``Graph.of`` drops what the new outputs do not need.
     return replace(Graph.of(tuple(new.get(output, output) for output in graph.outputs)), origins=origins)
 
 
@@ -35,11 +37,12 @@ def remade(
     """Return nodes made anew, those ``known`` among their inputs replaced; inputs in neither stay as they are."""
     new = dict(known)
     for old in nodes:
-        inputs = tuple(new.get(given, given) for given in old.inputs)
+        inputs = tuple(new.get(source, source) for source in old.inputs)
+        # The call in front of it has been remade, so its item exists already.
         if isinstance(old.call, Item):
-            found = inputs[0].results[old.call.index]
-            assert found is not None
-            new[old] = found
+            item = inputs[0].results[old.call.index]
+            assert item is not None
+            new[old] = item
         else:
             assert isinstance(old.call, Call)
             new[old] = rule(old.call, inputs) or node(old.call, *inputs)
@@ -51,18 +54,20 @@ def share_offsets(graph: Graph, values: dict[int, int]) -> Graph:
     first: dict[int, Node] = {}
     leaves: dict[Node, Node] = {}
     for n in graph.inputs:
+        # Only offsets that are compiled in: equal ones that vary need not stay equal.
         if isinstance(n.call, Leaf) and n.call.kind == "offset" and n.call.index in values:
             leaves[n] = first.setdefault(values[n.call.index], n)
     return rewrite(graph, lambda call, inputs: None, leaves) if len(first) < len(leaves) else graph
 
 
-def fill_offsets(graph: Graph, values: Mapping[int, int], ops: Container[Any]) -> Graph:
+def fill_offsets(graph: Graph, values: Mapping[int, int], ops: Container[Op]) -> Graph:
     """Return the graph with offsets that have a value, by their index, written into the arguments of these ops."""
 
     def rule(call: Call, inputs: tuple[Node, ...]) -> Node | None:
         if call.op not in ops:
             return None
         known = {at: _value(n, values) for at, n in enumerate(inputs)}
+        # Inputs that stay are numbered anew, in their old order.
         left = [at for at, value in known.items() if value is None]
         if len(left) == len(inputs):
             return None
@@ -74,12 +79,12 @@ def fill_offsets(graph: Graph, values: Mapping[int, int], ops: Container[Any]) -
     return rewrite(graph, rule)
 
 
-def _value(given: Node, values: Mapping[int, int]) -> int | None:
-    leaf = given.call
+def _value(source: Node, values: Mapping[int, int]) -> int | None:
+    leaf = source.call
     return values.get(leaf.index) if isinstance(leaf, Leaf) and leaf.kind == "offset" else None
 
 
-def is_call(value: Node, op: Any) -> bool:
+def is_call(value: Node, op: Op) -> bool:
     """Return whether a node is a call of this op."""
     return isinstance(value.call, Call) and value.call.op is op
 

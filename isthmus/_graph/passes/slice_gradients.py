@@ -44,6 +44,7 @@ def slice_gradients(graph: Graph) -> Rule | None:
         if call.op in BACKWARDS:
             piece = _slice(call, inputs[0])
             if piece is not None:
+                # Nodes are interned, so this is the node that ``rewrite`` makes of the call when the rule returns None.
                 terms[node(call, *inputs)] = (piece,)
         elif _is_sum(call) and all(value in terms for value in inputs):
             slices = terms[inputs[0]] + terms[inputs[1]]
@@ -59,6 +60,7 @@ def slice_gradients(graph: Graph) -> Rule | None:
 def _is_sum(call: Call) -> bool:
     """Return whether a call adds two tensors, and nothing scales one of them."""
     names = [name for name, _ in call.arguments]
+    # Two inputs and no ``alpha``, which would be a third argument.
     return call.op is _aten.add.Tensor and names == ["self", "other"] and call.arguments[1][1] == Input(1)
 
 
@@ -67,8 +69,10 @@ def _slice(call: Call, grad: Node) -> _Slice | None:
     size, dim = arguments["input_sizes"], arguments["dim"]
     selected = call.op is _aten.select_backward.default
     start = arguments["index" if selected else "start"]
+    # A step takes every other element: such gradients interleave.
     if arguments.get("step", 1) != 1 or not all(type(n) is int for n in (*size, dim, start)):
         return None  # a size that is a symbol says nothing about where the slice ends
+    # torch counts dims and starts from the end where they are negative.
     dim %= len(size)
     start = start + size[dim] if start < 0 else start
     length = 1 if selected else grad.type.size[dim]
@@ -78,8 +82,10 @@ def _slice(call: Call, grad: Node) -> _Slice | None:
 def _joined(call: Call, slices: list[_Slice]) -> Node | None:
     """Return the concatenation of gradients, if their slices make up a tensor without gap or overlap."""
     first = slices[0]
+    # Slices of different dims, or of different tensors, do not make up one.
     if len({(piece.size, piece.dim) for piece in slices}) != 1:
         return None
+    # Sorted by start: each slice has to begin where the one before it ends, the last at the end of the dim.
     ends = [0, *[piece.start + piece.length for piece in slices]]
     if ends[:-1] != [piece.start for piece in slices] or ends[-1] != first.size[first.dim]:
         return None
@@ -92,6 +98,7 @@ def _part(piece: _Slice) -> Node:
     if not piece.selected:
         return piece.grad
     size = list(piece.grad.type.size)
+    # ``select`` dropped the dim that ``cat`` needs.
     size.insert(piece.dim, 1)
     type = Type(tuple(size), piece.grad.type.dtype)
     return node(call_of(_aten.unsqueeze.default, {"self": Input(0), "dim": piece.dim}, [type]), piece.grad)

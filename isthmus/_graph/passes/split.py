@@ -36,39 +36,42 @@ def staged(graph: Graph, apart: set[Node]) -> list[Stage]:
 
 def _changed(old: Graph, new: Graph) -> set[Node]:
     """Return the nodes that are not what the old graph has in their places, but for what they read."""
+    # Another number of nodes is another loop: nothing can be compared node for node.
     if len(old.nodes) != len(new.nodes):
         return set()
-    found: set[Node] = set()
+    changed: set[Node] = set()
     for before, after in zip(old.nodes, new.nodes, strict=True):
         if isinstance(after.call, Item):
-            differs = after.inputs[0] in found  # a result goes with its call
+            differs = after.inputs[0] in changed  # a result goes with its call
         else:
             differs = before.call is not after.call or _reads_other_leaves(before, after)
         if differs:
-            found.add(after)
-    return found
+            changed.add(after)
+    return changed
 
 
 def _reads_other_leaves(before: Node, after: Node) -> bool:
     pairs = zip(before.inputs, after.inputs, strict=True)
+    # Leaves are numbered in the order of use, so one more leaf moves those behind it.
     return any(a is not b and (isinstance(a.call, Leaf) or isinstance(b.call, Leaf)) for a, b in pairs)
 
 
 def _levels(graph: Graph, apart: set[Node]) -> dict[Node, int]:
     """Return the stage of every node: odd for what is apart, even for the rest."""
+    # Even and odd levels alternate, so a stage is either what changes or what does not.
     levels: dict[Node, int] = {}
     for n in graph.nodes:
         odd = n in apart
-        before = [levels[given] + ((given in apart) is not odd) for given in n.inputs if given in levels]
+        before = [levels[source] + ((source in apart) is not odd) for source in n.inputs if source in levels]
         levels[n] = max([int(odd), *before])
     # The rest waits for its first reader, so that few stages are left.
     first: dict[Node, int] = {}
     for n in reversed(graph.nodes):
         if n not in apart:
             levels[n] = first.get(n, levels[n])
-        for given in n.inputs:
-            at = levels[n] - ((given in apart) is not (n in apart))
-            first[given] = min(first.get(given, at), at)
+        for source in n.inputs:
+            at = levels[n] - ((source in apart) is not (n in apart))
+            first[source] = min(first.get(source, at), at)
     for n in graph.nodes:
         if isinstance(n.call, Item):
             levels[n] = levels[n.inputs[0]]  # a call is there once, with all of its results

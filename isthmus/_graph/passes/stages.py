@@ -45,7 +45,7 @@ class Stage:
     def key(self) -> Hashable:
         """What the stage computes, whatever it is computed from: equal for stages that one program can run."""
         places = {n: at for at, n in enumerate((*self.inputs, *self.nodes))}
-        wiring = tuple((signature(n), *[places[given] for given in n.inputs]) for n in self.nodes)
+        wiring = tuple((signature(n), *[places[source] for source in n.inputs]) for n in self.nodes)
         return tuple(n.type for n in self.inputs), wiring
 
     def alone(self, origins: Mapping[Node, Node]) -> Graph:
@@ -54,13 +54,14 @@ class Stage:
         ``origins`` are those of the whole graph (``Graph.origins``).
         """
         leaves = {n: leaf("array", at, n.type) for at, n in enumerate(self.inputs)}
+        # Leaves in the place of values from outside: equal stages become equal graphs.
         new = remade(self.nodes, leaves)
         graph = Graph.of(tuple(new[n] for n in self.outputs))
         return replace(graph, origins={new[n]: origins.get(n, n) for n in reversed(self.nodes)})
 
 
 def signature(node: Node) -> Hashable:
-    """Return what a node does to its inputs: nodes of two graphs with equal signatures do the same."""
+    """Return the signature of a node: nodes of two graphs with equal ones do the same to their inputs."""
     call = node.call
     if not isinstance(call, Call):
         return call
@@ -81,6 +82,7 @@ def in_order(graph: Graph, rank: Mapping[Node, int]) -> Graph:
     for n in reachable([*ranked, *graph.nodes]):
         if n in known and n not in nodes:
             nodes[n] = None
+            # Items right behind their call: a stage never has the one without the other.
             nodes |= dict.fromkeys(item for item in n.results if item in known)
     return replace(graph, nodes=tuple(nodes))
 
@@ -89,22 +91,24 @@ def stages_of(graph: Graph, parts: Iterable[Sequence[Node]]) -> list[Stage]:
     """Return the stages of a graph whose nodes are given in parts, in an order in which they can run."""
     tuples = [tuple(part) for part in parts]
     home = {n: at for at, part in enumerate(tuples) for n in part}
-    wanted = {given for n in graph.nodes for given in n.inputs if home.get(given) != home[n]}
-    wanted |= set(graph.outputs)
+    read_outside = {given for n in graph.nodes for given in n.inputs if home.get(given) != home[n]}
+    read_outside |= set(graph.outputs)
     return [
-        Stage(part, tuple(n for n in part if n in wanted and len(n.types) == 1)) for part in tuples if part
+        Stage(part, tuple(n for n in part if n in read_outside and len(n.types) == 1))
+        for part in tuples
+        if part
     ]
 
 
 def with_common_outputs(stages: Sequence[Stage]) -> list[Stage]:
     """Return the stages, those with equal keys with outputs in the same places: what is wanted of one of them."""
     keys = [stage.key for stage in stages]
-    wanted: dict[Hashable, set[int]] = {}
+    needed: dict[Hashable, set[int]] = {}
     for key, stage in zip(keys, stages, strict=True):
         outputs = set(stage.outputs)
         places = {at for at, n in enumerate(stage.nodes) if n in outputs}
-        wanted.setdefault(key, set()).update(places)
+        needed.setdefault(key, set()).update(places)
     return [
-        Stage(stage.nodes, tuple(stage.nodes[at] for at in sorted(wanted[key])))
+        Stage(stage.nodes, tuple(stage.nodes[at] for at in sorted(needed[key])))
         for key, stage in zip(keys, stages, strict=True)
     ]

@@ -117,6 +117,9 @@ def cholesky_solve_helper(self: Array, A: Array, upper: bool) -> Array:
 @lowering(aten.cholesky_inverse.default)
 def cholesky_inverse(self: Array, upper: bool = False) -> Array:
     """Invert the matrix whose Cholesky factor this is."""
+    why = "the inversion could not be completed because the input matrix is singular"
+    message = f"cholesky_inverse: A diagonal element is zero, {why}."
+    require(jnp.diagonal(self, axis1=-2, axis2=-1) != 0, LinAlgError, message)
     identity = jnp.eye(self.shape[-1], dtype=self.dtype)
     return cholesky_solve_helper(identity, self, upper)
 

@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from isthmus._graph.arguments import AnyFunction
 from isthmus._graph.names import aten
 from isthmus._ops.common import LAPACK, Array
 from isthmus._ops.linalg.factorizations import check_unchecked
-from isthmus._ops.registry import AnyFunction, lowering
+from isthmus._ops.registry import lowering
 
 Conjugate = Callable[[Array], Array]
 # Bunch and Kaufman's bound on the growth of elements: below it a pivot of one row may be too small.

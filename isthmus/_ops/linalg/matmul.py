@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 
 from isthmus._graph.names import aten
 from isthmus._ops.common import Array, Scalar, accumulation_dtype, cast, product_dtype, promote
+from isthmus._ops.linalg.transposed_products import written_out
 from isthmus._ops.registry import lowering
 
 # For float32: all its digits, about half of them (TF32 or three bfloat16 passes), or one bfloat16 pass.
@@ -141,7 +142,8 @@ def linear_backward(
         matrix = weight if weight.ndim > 1 else weight[None]
         grads[0] = cast(product(flat_grad, matrix.conj()), self.dtype).reshape(self.shape)
     if output_mask[1] or output_mask[2]:  # torch gives both if either is asked for
-        grads[1] = cast(product(flat_grad.T, flat_self.conj()), weight.dtype).reshape(weight.shape)
+        transposed = written_out(flat_grad.T, flat_self)
+        grads[1] = cast(product(transposed, flat_self.conj()), weight.dtype).reshape(weight.shape)
         acc_dtype = accumulation_dtype(grad_output.dtype)
         total = flat_grad.astype(acc_dtype).sum(0)
         grads[2] = cast(total, grad_output.dtype).reshape(weight.shape[:-1])

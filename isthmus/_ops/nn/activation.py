@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from isthmus._graph.names import aten
 from isthmus._graph.private import Op
-from isthmus._ops.common import INEXACT, Array, ArrayFunction, Scalar, accumulation_dtype, cast, wrap_dim
+from isthmus._ops.common import INEXACT, Array, ArrayFunction, Scalar, cast, wrap_dim
 from isthmus._ops.elementwise import Computation, elementwise
 from isthmus._ops.registry import lowering
 
@@ -208,7 +208,7 @@ def glu_backward_jvp(
     return cast(tangent, grad_x.dtype)
 
 
-@lowering(aten.rrelu_with_noise_functional.default, random=True)
+@lowering(aten.rrelu_with_noise_functional.default, random=True, accumulate=("self", "noise"))
 def rrelu_with_noise(
     self: Array,
     noise: Array,
@@ -218,10 +218,9 @@ def rrelu_with_noise(
     training: bool = False,
 ) -> tuple[Array, Array]:
     """A leaky ReLU: slopes drawn at random in training, which ``noise`` saves for backward, their mean otherwise."""
-    x = cast(self, accumulation_dtype(self.dtype))
-    low, high = cast(lower, x.dtype), cast(upper, x.dtype)
+    low, high = cast(lower, self.dtype), cast(upper, self.dtype)
     if not training:
-        return cast(jnp.where(x > 0, x, x * ((low + high) / 2)), self.dtype), noise
-    drawn = low + jax.random.uniform(rng, x.shape, x.dtype) * (high - low)
-    slopes = jnp.where(x <= 0, drawn, jnp.ones_like(drawn))
-    return cast(x * slopes, self.dtype), cast(slopes, noise.dtype)
+        return jnp.where(self > 0, self, self * ((low + high) / 2)), noise
+    drawn = low + jax.random.uniform(rng, self.shape, self.dtype) * (high - low)
+    slopes = jnp.where(self <= 0, drawn, jnp.ones_like(drawn))
+    return self * slopes, slopes

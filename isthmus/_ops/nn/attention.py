@@ -43,7 +43,7 @@ def softmax_with_sums(logits: Array) -> tuple[Array, Array, Array]:
 def attention(
     query: Array, key: Array, value: Array, bias: Array | None, is_causal: bool, scale: float | None
 ) -> tuple[Array, Array]:
-    """Return what each query attends to, in the accumulation dtype, and its log-sum-exp.
+    """Return the attention of each query, in the accumulation dtype, and its log-sum-exp.
 
     Dims are (batch, heads, length, width); there may be fewer key heads than query heads.
     """

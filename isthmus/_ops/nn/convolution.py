@@ -10,9 +10,18 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from isthmus._graph.names import aten
-from isthmus._ops.common import Array, Ints, accumulation_dtype, cast, each_dim, product_dtype, transpose_of
-from isthmus._ops.nn import cpu_convolution
-from isthmus._ops.nn.cpu_convolution import Convolution, whole
+from isthmus._ops.common import (
+    Array,
+    Ints,
+    accumulation_dtype,
+    cast,
+    each_dim,
+    is_dimension,
+    product_dtype,
+    transpose_of,
+)
+from isthmus._ops.nn import convolution_apart
+from isthmus._ops.nn.convolution_apart import Convolution, whole
 from isthmus._ops.registry import lowering
 from isthmus._runtime import compiler
 from isthmus.errors import Unsupported
@@ -60,15 +69,17 @@ def plan(
 
 def convolve(convolution: Convolution) -> Array:
     """Return a convolution in the way that is fastest on this device, or on each that an exported program runs on."""
-    if compiler.is_portable() and cpu_convolution.is_slow(convolution):
+    if compiler.is_portable() and convolution_apart.is_slow(convolution):
         out: Array = lax.platform_dependent(
             convolution.input,
             convolution.weight,
-            cpu=lambda x, w: cpu_convolution.apart(convolution._replace(input=x, weight=w)),
+            cpu=lambda x, w: convolution_apart.apart(convolution._replace(input=x, weight=w)),
             default=lambda x, w: whole(convolution._replace(input=x, weight=w)),
         )
         return out
-    return cpu_convolution.apart(convolution) if cpu_convolution.takes(convolution) else whole(convolution)
+    return (
+        convolution_apart.apart(convolution) if convolution_apart.takes(convolution) else whole(convolution)
+    )
 
 
 def _check(input: Array, weight: Array) -> None:
@@ -109,14 +120,19 @@ def _input_gradient(grad: Array, input: Array, weight: Array, options: Options) 
     stride, padding, dilation, transposed, _, groups = options
     n = input.ndim - 2
     extra = [0] * n
+    if any(map(is_dimension, input.shape[2:])):
+        # What windows left over at the end depends on the size: there is room for the most, and the rest is cut off.
+        room = [0] * n if transposed else [s - 1 for s in each_dim(stride, n)]
+        turned = plan(grad, weight, stride, padding, dilation, not transposed, room, groups, dtype=grad.dtype)
+        return whole(turned)[(..., *[slice(size) for size in input.shape[2:]])]
     if not transposed:
         known = [input.shape[2:], grad.shape[2:], weight.shape[2:], *[each_dim(o, n) for o in options[:3]]]
         rows = zip(*known, strict=True)
         extra = [size - ((g - 1) * s - 2 * p + d * (k - 1) + 1) for size, g, k, s, p, d in rows]
     turned = plan(grad, weight, stride, padding, dilation, not transposed, extra, groups, dtype=grad.dtype)
-    if cpu_convolution.takes(turned):
+    if convolution_apart.takes(turned):
         # What a transposed convolution added at the end has no gradient.
-        return cpu_convolution.apart(turned)[tuple(slice(size) for size in input.shape)]
+        return convolution_apart.apart(turned)[tuple(slice(size) for size in input.shape)]
 
     def forward(x: Array) -> Array:
         return convolve(plan(x, weight, *options, dtype=grad.dtype))
@@ -129,8 +145,11 @@ def _weight_gradient(grad: Array, input: Array, weight: Array, options: Options)
 
     def forward(weight: Array) -> Array:
         convolution = plan(input, weight, *options, dtype=grad.dtype)
-        takes = cpu_convolution.takes(convolution, cpu_convolution.MOST_SUMS)
-        return cpu_convolution.apart(convolution) if takes else whole(convolution)
+        if any(map(is_dimension, input.shape[2:])):
+            # As one convolution it has a window as large as the gradient: its padding would meet pixels of the image.
+            return convolution_apart.by_places(convolution)
+        takes = convolution_apart.takes_for_weight(convolution)
+        return convolution_apart.apart(convolution) if takes else whole(convolution)
 
     return transpose_of(forward, weight.shape, weight.dtype, grad)
 

@@ -91,7 +91,7 @@ def _cut(x: Array, like: Array) -> Array:
 def forward(
     query: Array, key: Array, value: Array, bias: Array | None, is_causal: bool, scale: float
 ) -> tuple[Array, Array]:
-    """Return what each query attends to, and its log-sum-exp."""
+    """Return the attention of each query, and its log-sum-exp."""
     fitted = _fitted(query, key, bias, is_causal, False)
     even, width = fitted.bias is not None, _width(query, value)
     q, k, v = (_padded(x, even, width) for x in (query, key, value))
@@ -125,11 +125,11 @@ def gradients(
     dq, dk, dv, *of_bias = private.cudnn_attention_gradients(
         g, q, k, v, fitted.bias, o, sums, fitted.causal, scale, bias_gradient
     )
-    found = (_cut(dq, query), _cut(dk, key), _cut(dv, value))
+    cut = (_cut(dq, query), _cut(dk, key), _cut(dv, value))
     if not bias_gradient:
-        return (*found, None)
+        return (*cut, None)
     assert bias is not None
     # The bias was broadcast, so its gradient is summed.
     db = of_bias[0][:, :, : query.shape[2], : key.shape[2]]
     broadcast = tuple(dim for dim, (a, b) in enumerate(zip(bias.shape, db.shape, strict=True)) if a != b)
-    return (*found, cast(cast(db, jnp.float32).sum(broadcast, keepdims=True), bias.dtype))
+    return (*cut, cast(cast(db, jnp.float32).sum(broadcast, keepdims=True), bias.dtype))

@@ -190,7 +190,7 @@ def roi_align(
     return cast(_each_point(axes, total, add).transpose(0, 3, 1, 2), input.dtype)
 
 
-@lowering_when_defined("torchvision::_roi_align_backward", dtypes=FLOATING)
+@lowering_when_defined("torchvision::_roi_align_backward", dtypes=FLOATING, accumulate="grad")
 def roi_align_backward(
     grad: Array,
     rois: Array,
@@ -205,17 +205,17 @@ def roi_align_backward(
     aligned: bool,
 ) -> Array:
     """The gradient of ``roi_align``: every pixel gets its share of the bins it was part of."""
-    bins, dtype = (pooled_height, pooled_width), accumulation_dtype(grad.dtype)
-    total = jnp.zeros((batch_size, height, width, channels), dtype)
+    bins = (pooled_height, pooled_width)
+    total = jnp.zeros((batch_size, height, width, channels), grad.dtype)
     if rois.shape[0] and total.size:
         axes = _axes(rois, spatial_scale, bins, (height, width), sampling_ratio, aligned)
-        shares, images = grad.transpose(0, 2, 3, 1).astype(dtype), _images(rois)
+        shares, images = grad.transpose(0, 2, 3, 1), _images(rois)
 
         def add(total: Array, rows: Array, columns: Array, weight: Array) -> Array:
-            return total.at[images, rows, columns].add(shares * weight.astype(dtype))
+            return total.at[images, rows, columns].add(shares * weight.astype(grad.dtype))
 
         total = _each_point(axes, total, add)
-    return cast(total.transpose(0, 3, 1, 2), grad.dtype)
+    return total.transpose(0, 3, 1, 2)
 
 
 # Regions of interest, by their largest pixel
@@ -276,6 +276,7 @@ def roi_pool(
     "torchvision::_roi_pool_backward",
     ignores=("spatial_scale", "pooled_height", "pooled_width"),
     dtypes=FLOATING,
+    accumulate="grad",
 )
 def roi_pool_backward(
     grad: Array,
@@ -287,10 +288,9 @@ def roi_pool_backward(
     width: int,
 ) -> Array:
     """The gradient of ``roi_pool``: all of a bin's to its largest pixel."""
-    dtype = accumulation_dtype(grad.dtype)
-    total = jnp.zeros((batch_size, channels, height * width + 1), dtype)
+    total = jnp.zeros((batch_size, channels, height * width + 1), grad.dtype)
     images = rois[:, 0].astype(jnp.int32)[:, None, None, None]
     # What belongs to no pixel goes to one past the last, which is cut off.
     where = jnp.where(argmax < 0, height * width, argmax)
-    total = total.at[images, jnp.arange(channels)[:, None, None], where].add(grad.astype(dtype))
-    return cast(total[..., :-1].reshape(batch_size, channels, height, width), grad.dtype)
+    total = total.at[images, jnp.arange(channels)[:, None, None], where].add(grad)
+    return total[..., :-1].reshape(batch_size, channels, height, width)

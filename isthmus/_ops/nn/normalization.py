@@ -120,7 +120,7 @@ _FEW_ROWS = 1024
 
 
 def _moments_at_once(x: Array, dims: tuple[int, ...], eps: float) -> tuple[Array, Array, Array]:
-    """Return what ``moments`` does, from one pass over a batch: a large one does not fit into a GPU's cache.
+    """Return the results of ``moments`` by one pass over a batch: a large one does not fit into a GPU's cache.
 
     The square of the mean is subtracted from the mean of squares, both of elements less the mean of the batch's first
     row. Of n rows the squared distance of that mean from the whole batch's is at most n times the variance, so the
@@ -166,7 +166,7 @@ def _batch_eval(
 
 
 def _saved(input: Array, running_mean: Array, running_var: Array, eps: float) -> tuple[Array, Array]:
-    """Return what evaluation saves, as torch infers it; backward reads the running statistics."""
+    """Return the statistics that evaluation saves, as torch infers them; backward reads the running ones."""
     mean, var = (cast(p, accumulation_dtype(input.dtype)) for p in (running_mean, running_var))
     return mean, jax.lax.rsqrt(var + eps)
 
@@ -274,6 +274,71 @@ def batch_norm_backward(
         cast((g * normal).sum(dims), result) if output_mask[1] else None,
         cast(g.sum(dims), result) if output_mask[2] else None,
     )
+
+
+# Batch norm over ranks: torch's SyncBatchNorm gathers the statistics of each rank between these ops. Statistics and
+# sums are at least float32, whatever the batch is.
+@lowering(aten.batch_norm_stats.default)
+def batch_norm_stats(input: Array, eps: float) -> tuple[Array, Array]:
+    """The mean and reciprocal deviation per channel of the batch of one rank."""
+    mean, _, rstd = moments(cast(input, accumulation_dtype(input.dtype)), (0, *range(2, input.ndim)), eps)
+    return mean.reshape(-1), rstd.reshape(-1)
+
+
+@lowering(aten.batch_norm_elemt.default, ignores=("eps",), accumulate="input")
+def batch_norm_by_statistics(
+    input: Array, weight: Array | None, bias: Array | None, mean: Array, invstd: Array
+) -> Array:
+    """Normalize a batch per channel by given statistics."""
+    mu, r = _channels(mean, input.ndim), _channels(invstd, input.ndim)
+    w, b = (None if p is None else _channels(p, input.ndim) for p in (weight, bias))
+    return _scale_shift((input - mu) * r, w, b)
+
+
+@lowering(aten.batch_norm_backward_reduce.default)
+def batch_norm_backward_reduce(
+    grad_out: Array,
+    input: Array,
+    mean: Array,
+    invstd: Array,
+    weight: Array | None,
+    input_g: bool,
+    weight_g: bool,
+    bias_g: bool,
+) -> tuple[Array | None, ...]:
+    """The sums of one rank that the gradient of the batch needs of all, and the gradients of weight and bias."""
+    dtype, dims = accumulation_dtype(input.dtype), (0, *range(2, input.ndim))
+    g, x = cast(grad_out, dtype), cast(input, dtype)
+    total = g.sum(dims)
+    along = (g * (x - _channels(cast(mean, dtype), input.ndim))).sum(dims)
+    result = dtype if weight is None else weight.dtype
+    return (
+        total if input_g else None,
+        along if input_g else None,
+        cast(along * cast(invstd, dtype), result) if weight_g else None,
+        cast(total, result) if bias_g else None,
+    )
+
+
+@lowering(aten.batch_norm_backward_elemt.default, accumulate="input")
+def batch_norm_backward_by_sums(
+    grad_out: Array,
+    input: Array,
+    mean: Array,
+    invstd: Array,
+    weight: Array | None,
+    sum_dy: Array,
+    sum_dy_xmu: Array,
+    count: Array,
+) -> Array:
+    """The gradient of the batch of one rank, from the sums of all ranks and the elements that each has a channel."""
+    # Counts are integers, so they are not among what arrives in the accumulation dtype.
+    total = cast(count, input.dtype).sum()
+    scale = invstd if weight is None else invstd * weight
+    mu, mean_grad, along, scale = (
+        _channels(p, input.ndim) for p in (mean, sum_dy / total, sum_dy_xmu / total * invstd * invstd, scale)
+    )
+    return (grad_out - mean_grad - (input - mu) * along) * scale
 
 
 def _rms_eps(eps: float | None, dtype: DTypeLike) -> float:

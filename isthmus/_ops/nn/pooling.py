@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Unpack
 
 import jax
@@ -16,8 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from isthmus._graph.arguments import AnyFunction
 from isthmus._graph.names import aten
 from isthmus._graph.private import Op
+from isthmus._graph.size_guesses import room_above
 from isthmus._ops.common import (
     Array,
     DType,
@@ -26,10 +29,11 @@ from isthmus._ops.common import (
     accumulation_dtype,
     cast,
     each_dim,
+    numbers,
     rounded,
     transpose_of,
 )
-from isthmus._ops.registry import AnyFunction, Options, lowering
+from isthmus._ops.registry import Options, lowering
 from isthmus._ops.value_checks import require
 from isthmus.errors import Unsupported
 
@@ -47,19 +51,20 @@ def _strides(stride: Ints, kernel: Ints, n: int) -> list[int]:
     return each_dim(stride, n) if len(stride) else list(kernel)
 
 
-def pooled_size(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> int:
-    """Return how many windows fit; with ``ceil_mode`` the last may hang over, but starts inside."""
-    room = size + 2 * padding - dilation * (kernel - 1) - 1
-    count = (room + stride - 1 if ceil_mode else room) // stride + 1
-    return count - 1 if ceil_mode and (count - 1) * stride >= size + padding else count
-
-
 def _margins(
-    sizes: Ints, counts: Ints, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints
+    kernel: Ints, stride: Ints, padding: Ints, dilation: Ints, ceil_mode: bool
 ) -> list[tuple[int, int]]:
-    """Return the padding below and above each dim that makes room for exactly ``counts`` windows."""
-    rows = zip(sizes, counts, kernel, stride, padding, dilation, strict=True)
-    return [(p, max((count - 1) * s + d * (k - 1) + 1 - size - p, 0)) for size, count, k, s, p, d in rows]
+    """Return the padding below and above each dim that makes room for torch's number of windows."""
+    rows = zip(kernel, stride, padding, dilation, strict=True)
+    return [(p, room_above(k, s, p, d, ceil_mode)) for k, s, p, d in rows]
+
+
+def _counts(
+    sizes: Ints, kernel: Ints, stride: Ints, dilation: Ints, margins: Sequence[tuple[int, int]]
+) -> list[int]:
+    """Return how many windows fit into each dim."""
+    rows = zip(sizes, kernel, stride, dilation, margins, strict=True)
+    return [(n + low + high - d * (k - 1) - 1) // s + 1 for n, k, s, d, (low, high) in rows]
 
 
 def better(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -80,8 +85,9 @@ def _lowest(dtype: DType) -> HostArray:
 
 def _positions(x: Array, n: int) -> Array:
     """Return for each element where it is in its flattened spatial dims."""
-    spatial = x.shape[x.ndim - n :]
-    flat = jnp.arange(math.prod(spatial), dtype=jnp.int32).reshape(spatial)
+    flat = jnp.zeros((), jnp.int32)
+    for size in x.shape[x.ndim - n :]:
+        flat = flat[..., None] * jnp.asarray(size, jnp.int32) + jnp.arange(size, dtype=jnp.int32)
     return jnp.broadcast_to(flat, x.shape)
 
 
@@ -102,9 +108,9 @@ def _max_pool(
     kernel, pad, spread = each_dim(kernel_size, n), each_dim(padding, n), each_dim(dilation, n)
     steps = _strides(stride, kernel, n)
     lead, sizes = self.shape[:-n], self.shape[-n:]
-    counts = [pooled_size(*a, ceil_mode) for a in zip(sizes, kernel, steps, pad, spread, strict=True)]
+    margins = _margins(kernel, steps, pad, spread, ceil_mode)
     if 0 in lead:
-        return empty((*lead, *counts), self.dtype)
+        return empty((*lead, *_counts(sizes, kernel, steps, spread, margins)), self.dtype)
     # XLA's windows cover every dim; batch and channels get windows of one.
     ones, none = (1,) * len(lead), [(0, 0)] * len(lead)
     values, indices = jax.lax.reduce_window(
@@ -113,7 +119,7 @@ def _max_pool(
         better,
         (*ones, *kernel),
         (*ones, *steps),
-        [*none, *_margins(sizes, counts, kernel, steps, pad, spread)],
+        [*none, *margins],
         window_dilation=(*ones, *spread),
     )
     return values, indices.astype(jnp.int64)
@@ -150,17 +156,19 @@ def _divisor(
     padding: Ints,
     include_pad: bool,
     override: int | None,
-) -> HostArray:
-    """Return what each window's sum is divided by, as torch counts it."""
+) -> HostArray | Array:
+    """Return the divisor of each window's sum, as torch counts it."""
     if override is not None:
-        return np.full(counts, override)
-    divisor: HostArray = np.ones((), np.int64)
+        return np.asarray(override)
+    # Numbers are computed here; of sizes that are symbols the program computes them.
+    xp = numbers(*sizes)
+    divisor = xp.ones((), xp.int64)
     for size, count, k, s, p in zip(sizes, counts, kernel, stride, padding, strict=True):
-        start = np.arange(count) * s - p
+        start = xp.arange(count) * s - p
         # A window that hangs over the padding counts it, but nothing beyond it.
-        end = np.minimum(start + k, size + p)
+        end = xp.minimum(start + k, size + p)
         if not include_pad:
-            start, end = np.maximum(start, 0), np.minimum(end, size)
+            start, end = xp.maximum(start, 0), xp.minimum(end, size)
         divisor = divisor[..., None] * (end - start)
     return divisor
 
@@ -178,13 +186,14 @@ def avg_pool(
     """Return the average of each window in the dtype of ``x``, in which it is accumulated."""
     steps = _strides(stride, kernel, n)
     lead, sizes = x.shape[:-n], x.shape[-n:]
-    counts = [pooled_size(*a, 1, ceil_mode) for a in zip(sizes, kernel, steps, padding, strict=True)]
+    margins = _margins(kernel, steps, padding, [1] * n, ceil_mode)
+    counts = _counts(sizes, kernel, steps, [1] * n, margins)
     if 0 in lead:
         return jnp.zeros((*lead, *counts), x.dtype)
     ones, none = (1,) * len(lead), [(0, 0)] * len(lead)
-    margins = [*none, *_margins(sizes, counts, kernel, steps, padding, [1] * n)]
     zero = np.zeros((), x.dtype)
-    total = jax.lax.reduce_window(x, zero, jax.lax.add, (*ones, *kernel), (*ones, *steps), margins)
+    windows = (*ones, *kernel), (*ones, *steps), [*none, *margins]
+    total = jax.lax.reduce_window(x, zero, jax.lax.add, *windows)
     if override == 0:
         raise Unsupported("a divisor of zero")
     divisor = _divisor(sizes, counts, kernel, steps, padding, include_pad, override)
@@ -253,26 +262,29 @@ register(_unpool, aten.max_unpool2d.default, aten.max_unpool3d.default, ignores=
 # Adaptive pooling
 
 
-def _adaptive_windows(size: int, count: int) -> tuple[HostArray, HostArray]:
+def _adaptive_windows(size: int, count: int) -> tuple[HostArray | Array, HostArray | Array]:
     """Return the places each window covers, windows by places, and which of them it really does."""
-    i = np.arange(count)
+    xp = numbers(size, count)
+    i = xp.arange(count)
     # Floor and ceiling in integers: floats would put an edge one off for large sizes.
     start, end = i * size // count, -(-(i + 1) * size // count)
-    places = start[:, None] + np.arange(int((end - start).max(initial=1)))
-    return np.minimum(places, size - 1), places < end[:, None]
+    # No window of n places in ``count`` is longer than this.
+    longest = int((end - start).max(initial=1)) if xp is np else (size - 1) // count + 2
+    places = start[:, None] + xp.arange(longest)
+    return xp.minimum(places, size - 1), places < end[:, None]
 
 
-def _spread(x: Array, dim: int, count: int) -> tuple[Array, HostArray]:
+def _spread(x: Array, dim: int, count: int) -> tuple[Array, HostArray | Array]:
     """Return ``x`` with ``dim`` split into windows and places, and the mask over those two."""
     size = x.shape[dim]
-    if size % count == 0:  # equal windows that do not overlap: no gather
+    if numbers(size, count) is np and size % count == 0:  # equal windows that do not overlap: no gather
         split = x.reshape(*x.shape[:dim], count, size // count, *x.shape[dim + 1 :])
         return split, np.ones((count, size // count), bool)
     places, valid = _adaptive_windows(size, count)
     return jnp.take(x, places, axis=dim), valid
 
 
-def _shaped(mask: HostArray, dim: int, ndim: int) -> HostArray:
+def _shaped(mask: HostArray | Array, dim: int, ndim: int) -> HostArray | Array:
     """Return a mask over windows and places shaped to meet a tensor that has them at ``dim``."""
     return mask.reshape((1,) * dim + mask.shape + (1,) * (ndim - dim - 2))
 

@@ -1,4 +1,4 @@
-"""Up- and downsampling: one dim at a time, from weights and places known before the program runs.
+"""Up- and downsampling: one dim at a time, from weights and places that sizes decide (numbers or symbols).
 
 Nearest takes one input place for each output place, linear and cubic mix two and four, and an antialiasing filter sees
 a window as wide as the output place's share of the input. The gradient is the transpose of the resampling.
@@ -14,15 +14,24 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 import numpy as np
 
+from isthmus._graph.arguments import Value
 from isthmus._graph.names import aten
-from isthmus._ops.common import Array, HostArray, accumulation_dtype, cast, transpose_of
+from isthmus._ops.common import (
+    Array,
+    HostArray,
+    accumulation_dtype,
+    cast,
+    is_dimension,
+    numbers,
+    transpose_of,
+)
 from isthmus._ops.elementwise import keyword_signature
-from isthmus._ops.registry import Value, lowering
+from isthmus._ops.registry import lowering
 from isthmus.errors import Unsupported
 
 Floating = np.floating[Any]  # type: ignore[explicit-any]  # float32 or float64, as the input is
 Float = type[Floating]
-Taps = list[tuple[HostArray, HostArray]]
+Taps = list[tuple[HostArray | Array, HostArray | Array]]
 """For each output place, the input places it mixes and their weights."""
 TapsOf = Callable[[int, int, float | None, bool, Float], Taps]
 Filter = Callable[[HostArray], HostArray]
@@ -33,51 +42,73 @@ Windows = tuple[HostArray, HostArray]
 AnyArray = TypeVar("AnyArray", HostArray, Array)
 
 
-def ratio(size: int, count: int, scale: float | None, dtype: Float) -> Floating:
+def _as(size: int, dtype: Float) -> Floating | Array:
+    """Return a size in a float dtype."""
+    return jnp.asarray(size).astype(dtype) if is_dimension(size) else dtype(size)
+
+
+def ratio(size: int, count: int, scale: float | None, dtype: Float) -> Floating | Array:
     """Return input places per output place, rounded as torch rounds it."""
     if scale is not None and scale > 0:
         return dtype(1.0 / scale)
-    return dtype(size) / dtype(count)
+    return _as(size, dtype) / _as(count, dtype)
 
 
-def _nearest(size: int, count: int, scale: float | None, exact: bool) -> HostArray:
+def _nearest(size: int, count: int, scale: float | None, exact: bool) -> HostArray | Array:
     """Return the input place of each output place; torch computes it in float32 whatever the input."""
-    places = np.arange(count, dtype=np.float32)
+    xp = numbers(size, count)
+    places = xp.arange(count, dtype=np.float32)
     if not exact and count == size:
-        return np.arange(count)
+        return xp.arange(count)
     if not exact and count == 2 * size:
-        return np.arange(count) // 2
+        return xp.arange(count) // 2
     step = ratio(size, count, scale, np.float32)
-    source = np.floor((places + np.float32(0.5)) * step if exact else places * step)
-    return np.minimum(source.astype(np.int64), size - 1)
+    source = xp.floor((places + np.float32(0.5)) * step if exact else places * step)
+    nearest = xp.minimum(source.astype(np.int64), size - 1)
+    if xp is np or exact or scale is None:
+        return nearest
+    # Symbols that are unequal as expressions may have equal values.
+    counted, same, double = xp.arange(count), jnp.asarray(count) == size, jnp.asarray(count) == 2 * size
+    return jnp.where(same, counted, jnp.where(double, counted // 2, nearest))
 
 
-def _aligned_ratio(size: int, count: int, scale: float | None, align: bool, dtype: Float) -> Floating:
-    if align:
+def _aligned_ratio(size: int, count: int, scale: float | None, align: bool, dtype: Float) -> Floating | Array:
+    if not align:
+        return ratio(size, count, scale, dtype)
+    if numbers(size, count) is np:
         return dtype(size - 1) / dtype(count - 1) if count > 1 else dtype(0)
-    return ratio(size, count, scale, dtype)
+    above = jnp.asarray(count) > 1
+    return jnp.where(above, _as(size - 1, dtype) / jnp.where(above, _as(count - 1, dtype), 1), dtype(0))
 
 
-def _sources(size: int, count: int, scale: float | None, align: bool, dtype: Float) -> HostArray:
-    places, step = np.arange(count, dtype=dtype), _aligned_ratio(size, count, scale, align, dtype)
+def _sources(size: int, count: int, scale: float | None, align: bool, dtype: Float) -> HostArray | Array:
+    places = numbers(size, count).arange(count, dtype=dtype)
+    step = _aligned_ratio(size, count, scale, align, dtype)
     return step * places if align else step * (places + dtype(0.5)) - dtype(0.5)
 
 
 def _linear_taps(size: int, count: int, scale: float | None, align: bool, dtype: Float) -> Taps:
+    xp = numbers(size, count)
     if size == count:
-        return [(np.arange(count), np.ones(count, dtype))]
-    source = np.maximum(_sources(size, count, scale, align, dtype), dtype(0))
-    low = np.minimum(source.astype(np.int64), size - 1)
-    high = np.minimum(low + 1, size - 1)
-    weight = np.clip(source - low.astype(dtype), dtype(0), dtype(1))
+        return [(xp.arange(count), xp.ones(count, dtype))]
+    source = xp.maximum(_sources(size, count, scale, align, dtype), dtype(0))
+    low = xp.minimum(source.astype(np.int64), size - 1)
+    high = xp.minimum(low + 1, size - 1)
+    weight = xp.clip(source - low.astype(dtype), dtype(0), dtype(1))
+    if xp is not np:
+        # Sizes that are unequal as expressions may have equal values. Halves of one element, since 0 * infinity is NaN.
+        same = jnp.asarray(size) == count
+        low = jnp.where(same, xp.arange(count), low)
+        high, weight = jnp.where(same, low, high), jnp.where(same, dtype(0.5), weight)
     return [(low, dtype(1) - weight), (high, weight)]
 
 
 def _cubic_taps(size: int, count: int, scale: float | None, align: bool, dtype: Float) -> Taps:
+    xp = numbers(size, count)
     source = _sources(size, count, scale, align, dtype)
-    low = np.minimum(np.floor(source).astype(np.int64), size - 1)
-    t = np.clip(source - low.astype(dtype), dtype(0), dtype(1))
-    return [(np.clip(low + k - 1, 0, size - 1), w) for k, w in enumerate(cubic_weights(t))]
+    low = xp.minimum(xp.floor(source).astype(np.int64), size - 1)
+    t = xp.clip(source - low.astype(dtype), dtype(0), dtype(1))
+    return [(xp.clip(low + k - 1, 0, size - 1), w) for k, w in enumerate(cubic_weights(t))]
 
 
 def cubic_weights(t: AnyArray) -> list[AnyArray]:

@@ -1,14 +1,19 @@
-"""The fused cells that ``nn.LSTM`` and ``nn.GRU`` reach on a device, whole layers of CPU tensors, their gradients."""
+"""Recurrent networks: fused cells, whole layers as one scan, layers as graphs of CPU tensors have them; gradients."""
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import torch
+from torch import Tensor
 
 from isthmus._graph.names import aten
 from isthmus._ops.common import Array, Ints, accumulation_dtype, cast
 from isthmus._ops.linalg.matmul import product
 from isthmus._ops.registry import lowering
+from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
 from isthmus.errors import Unsupported
 
 _LSTM = 2  # oneDNN's number for this kind of network
@@ -86,27 +91,116 @@ def gru_cell_backward(grad_hy: Array, workspace: Array, has_bias: bool) -> tuple
     return by_input, by_hidden, grad_hy * update, *biases
 
 
-def _lstm_layer(
-    input: Array, weights: tuple[Array, ...], hx: Array, cx: Array, reverse: bool
+_library = torch.library.Library("isthmus", "FRAGMENT")
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+# A layer of ``kind`` ("lstm", "gru", "tanh", "relu") in one direction, from an input of (length, batch, features), two
+# weights and perhaps two biases, and states of (batch, width): the outputs and the last states.
+_library.define(
+    "rnn_layer(Tensor input, Tensor[] weights, Tensor[] states, str kind, bool reverse) -> Tensor[]",
+    tags=_TAGS,
+)
+_library.define(
+    "rnn_layer_backward(Tensor[] grads, Tensor input, Tensor[] weights, Tensor[] states, str kind, bool reverse) "
+    "-> Tensor[]",
+    tags=_TAGS,
+)
+LAYER = torch.ops.isthmus.rnn_layer.default
+LAYER_BACKWARD = torch.ops.isthmus.rnn_layer_backward.default
+GATES = {"lstm": 4, "gru": 3, "tanh": 1, "relu": 1}
+"""How many rows of a weight each feature of a hidden state has, by kind."""
+
+
+def _layer_on_meta(
+    input: Tensor, weights: list[Tensor], states: list[Tensor], kind: str, reverse: bool
+) -> list[Tensor]:
+    outputs = input.new_empty((input.size(0), *states[0].shape))
+    return [outputs, *(state.new_empty(state.shape) for state in states)]
+
+
+def _gradients_on_meta(
+    grads: list[Tensor], input: Tensor, weights: list[Tensor], states: list[Tensor], kind: str, reverse: bool
+) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in (input, *weights, *states)]
+
+
+_library.impl("rnn_layer", _layer_on_meta, "Meta")
+_library.impl("rnn_layer_backward", _gradients_on_meta, "Meta")
+
+
+def _step(kind: str, input_gates: Array, hidden_gates: Array, states: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Return the states after one step, the hidden one first."""
+    if kind == "lstm":
+        return lstm_cell(input_gates, hidden_gates, states[1])[:2]
+    if kind == "gru":
+        return gru_cell(input_gates, hidden_gates, states[0])[:1]
+    total = input_gates + hidden_gates
+    return (jnp.tanh(total) if kind == "tanh" else jax.nn.relu(total),)
+
+
+def _layer(
+    kind: str, input: Array, weights: tuple[Array, ...], states: tuple[Array, ...], reverse: bool
 ) -> tuple[Array, ...]:
-    """Return one layer's outputs and last states, (length, batch, width) like its input."""
+    """Return one layer's outputs and last states, (length, batch, width) and (batch, width)."""
     from_input, from_hidden, *biases = weights
     acc_dtype = accumulation_dtype(input.dtype)
     # The input's part of the gates is one product for all times; only the hidden part waits for the step before.
     gates = product(input, from_input.T)
-    for bias in biases:
-        gates = _plus(gates, bias)
+    hidden_bias = None
+    if biases and kind == "gru":
+        # A GRU's reset gate scales the hidden part of the new state, its bias included.
+        gates, hidden_bias = _plus(gates, biases[0]), biases[1]
+    else:
+        for bias in biases:
+            gates = _plus(gates, bias)
 
-    def step(state: tuple[Array, Array], input_gates: Array) -> tuple[tuple[Array, Array], Array]:
-        hidden, cell, _ = lstm_cell(
-            input_gates, product(cast(state[0], input.dtype), from_hidden.T), state[1]
-        )
-        return (hidden, cell), hidden
+    def step(held: tuple[Array, ...], input_gates: Array) -> tuple[tuple[Array, ...], Array]:
+        hidden_gates = _plus(product(cast(held[0], input.dtype), from_hidden.T), hidden_bias)
+        # Wide gates give wide states: a product of half types is one of them on an accelerator.
+        after = _step(kind, cast(input_gates, acc_dtype), cast(hidden_gates, acc_dtype), held)
+        return after, after[0]
 
     # The states stay wide from step to step; what the products read of them is rounded as torch rounds it.
-    start = (cast(hx.reshape(hx.shape[-2:]), acc_dtype), cast(cx.reshape(cx.shape[-2:]), acc_dtype))
-    (hidden, cell), outputs = jax.lax.scan(step, start, gates, reverse=reverse)
-    return cast(outputs, input.dtype), cast(hidden, hx.dtype), cast(cell, cx.dtype)
+    start = tuple(cast(state, acc_dtype) for state in states)
+    last, outputs = jax.lax.scan(step, start, gates, reverse=reverse)
+    return cast(outputs, input.dtype), *(cast(a, b.dtype) for a, b in zip(last, states, strict=True))
+
+
+def _layer_gradients(
+    kind: str,
+    grads: tuple[Array | None, ...],
+    input: Array,
+    weights: tuple[Array, ...],
+    states: tuple[Array, ...],
+    reverse: bool,
+) -> tuple[Array, tuple[Array, ...], tuple[Array, ...]]:
+    """Return the gradients of a layer for input, weights and states, with the layer computed again."""
+
+    def forward(x: Array, w: tuple[Array, ...], s: tuple[Array, ...]) -> tuple[Array, ...]:
+        return _layer(kind, x, w, s, reverse)
+
+    outputs, transpose = jax.vjp(forward, input, weights, states)
+    given = (
+        jnp.zeros_like(f) if g is None else g.reshape(f.shape) for f, g in zip(outputs, grads, strict=True)
+    )
+    dx, dw, ds = transpose(tuple(given))
+    return dx, dw, ds
+
+
+@lowering(LAYER, matmul=True)
+def layer(
+    input: Array, weights: list[Array], states: list[Array], kind: str, reverse: bool
+) -> tuple[Array, ...]:
+    """A layer of a recurrent network in one direction: a scan over the first axis."""
+    return _layer(kind, input, tuple(weights), tuple(states), reverse)
+
+
+@lowering(LAYER_BACKWARD, matmul=True)
+def layer_backward(
+    grads: list[Array], input: Array, weights: list[Array], states: list[Array], kind: str, reverse: bool
+) -> tuple[Array, ...]:
+    """The gradients of ``rnn_layer`` for input, weights and states."""
+    dx, dw, ds = _layer_gradients(kind, tuple(grads), input, tuple(weights), tuple(states), reverse)
+    return dx, *dw, *ds
 
 
 def _only_lstm(mode: int, num_layers: int, bidirectional: bool, batch_first: bool, batch_sizes: Ints) -> None:
@@ -134,7 +228,8 @@ def lstm_layer(
     """A whole LSTM layer, as graphs of CPU tensors have it; what oneDNN would save for backward is empty."""
     _only_lstm(mode, num_layers, bidirectional, batch_first, batch_sizes)
     weights = (weight0, weight1, weight2, weight3)[: 4 if has_biases else 2]
-    outputs, hidden, cell = _lstm_layer(input, weights, hx_, cx_, reverse)
+    states = tuple(state.reshape(state.shape[-2:]) for state in (hx_, cx_))
+    outputs, hidden, cell = _layer("lstm", input, weights, states, reverse)
     return outputs, hidden.reshape(hx_.shape), cell.reshape(cx_.shape), jnp.zeros((0,), jnp.uint8)
 
 
@@ -167,14 +262,33 @@ def lstm_layer_backward(
     bias = jnp.zeros(weight3.shape[:1], input.dtype)
     weights = (weight1, weight2, *((weight3, weight4) if has_biases else (bias, bias)))
 
-    def forward(x: Array, w: tuple[Array, ...], h: Array, c: Array) -> tuple[Array, ...]:
-        return _lstm_layer(x, w, h, c, reverse)
+    states = tuple(state.reshape(state.shape[-2:]) for state in (hx_, cx_tmp))
+    grads = (grad_output, grad_hy, grad_cy)
+    dx, dw, (dh, dc) = _layer_gradients("lstm", grads, input, weights, states, reverse)
+    dtype = gradient_dtype(to_torch_dtype(input.dtype))
+    if dtype is None:
+        raise Unsupported("a layer of whose gradients this torch does not know the dtypes")
+    results = (dx, *dw, dh.reshape(hx_.shape), dc.reshape(cx_tmp.shape))
+    return tuple(cast(grad, to_jax_dtype(dtype)) for grad in results)
 
-    outputs, transpose = jax.vjp(forward, input, weights, hx_, cx_tmp)
-    output_grads = (grad_output, grad_hy, grad_cy)
-    grads = (
-        jnp.zeros_like(f) if g is None else g.reshape(f.shape)
-        for f, g in zip(outputs, output_grads, strict=True)
-    )
-    dx, dw, dh, dc = transpose(tuple(grads))
-    return tuple(cast(grad, jnp.float32) for grad in (dx, *dw, dh, dc))
+
+@functools.cache
+def gradient_dtype(dtype: torch.dtype) -> torch.dtype | None:
+    """Return the dtype in which torch wants a layer's gradients, None where it cannot say.
+
+    Newer versions want float32, as oneDNN gives them, torch 2.11 that of the layer.
+    """
+    x, state = torch.empty(1, 1, 1, dtype=dtype, device="meta"), torch.empty(1, 1, dtype=dtype, device="meta")
+    weights = [torch.empty(4, 1, dtype=dtype, device="meta")] * 2
+    weights += [torch.empty(4, dtype=dtype, device="meta")] * 2
+    inputs = (x, *weights, state, state)
+    options = (_LSTM, 1, 1, True)
+    try:
+        y, h, c, workspace = aten.mkldnn_rnn_layer.default(*inputs, False, [], *options, False, False, True)
+        gradients = aten.mkldnn_rnn_layer_backward.default(
+            *inputs, *(y, h, c) * 2, False, *options, True, False, [], False, workspace
+        )
+    except Exception:  # of any kind: a Meta kernel that this release lacks, or that checks other things
+        return None
+    (of_gradients,) = {gradient.dtype for gradient in gradients}
+    return of_gradients

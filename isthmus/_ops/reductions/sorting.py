@@ -191,14 +191,28 @@ def mode(self: Array, dim: int = -1, keepdim: bool = False) -> tuple[Array, Arra
 
 def search(sequence: Array, values: Array, right: bool) -> Array:
     """Return where each value would be inserted; leading dims of the two are batches."""
-    side = "right" if right else "left"
     if not sequence.size or not values.size:  # in nothing, the place is the first
         return jnp.zeros(values.shape, jnp.int64)
     if sequence.ndim <= 1:
-        return jnp.searchsorted(sequence, values, side=side)
+        return _halve(sequence.reshape(-1), values, right)
     rows = sequence.reshape(-1, sequence.shape[-1])
     queries = values.reshape(rows.shape[0], values.shape[-1])
-    return jax.vmap(lambda s, v: jnp.searchsorted(s, v, side=side))(rows, queries).reshape(values.shape)
+    return jax.vmap(lambda s, v: _halve(s, v, right))(rows, queries).reshape(values.shape)
+
+
+def _halve(sequence: Array, values: Array, right: bool) -> Array:
+    """Search by halving, as torch does: a comparison with nan is false, and what is not reached moves the start."""
+
+    def step(_: int, ends: tuple[Array, Array]) -> tuple[Array, Array]:
+        start, end = ends
+        middle = (start + end) // 2
+        element = sequence.at[middle].get(mode="clip")
+        reached = (element > values if right else element >= values) | (start >= end)
+        return jnp.where(reached, start, middle + 1), jnp.where(reached, middle, end)
+
+    size = sequence.shape[0]
+    ends = jnp.zeros(values.shape, jnp.int64), jnp.full(values.shape, size, jnp.int64)
+    return jax.lax.fori_loop(0, int(size).bit_length(), step, ends)[0]
 
 
 @lowering(aten.searchsorted.Tensor, aten.searchsorted.Scalar)

@@ -9,6 +9,7 @@ import torch
 from jax import lax
 from jax.typing import DTypeLike
 
+from isthmus._graph.arguments import Value
 from isthmus._graph.names import aten, prims
 from isthmus._ops.common import (
     Array,
@@ -22,7 +23,7 @@ from isthmus._ops.common import (
     divide,
     is_dimension,
 )
-from isthmus._ops.registry import Value, lowering
+from isthmus._ops.registry import lowering
 from isthmus._runtime.dtypes import to_jax_dtype, to_torch_dtype
 from isthmus.errors import Unsupported
 

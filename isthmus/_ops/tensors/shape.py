@@ -193,10 +193,12 @@ def _write_slices(x: Array, part: Array, dim: int, start: Number | int | None, s
         return x
     first = _index_from_front(0 if start is None else start, x.shape[axis])
     part = cast(part, x.dtype)
-    # A contiguous write is one dynamic-update-slice, which XLA does in place; else a scatter.
-    if step == 1:
+    # A contiguous write is one dynamic-update-slice, which XLA does in place; else a scatter. So is one of a size that
+    # varies into a table of a fixed length, of which JAX does not know that it fits.
+    size, length = part.shape[axis], x.shape[axis]
+    if step == 1 and (isinstance(size, int) or not isinstance(length, int)):
         return jax.lax.dynamic_update_slice_in_dim(x, part, jnp.maximum(first, 0), axis)
-    position = jnp.maximum(first, 0) + step * jnp.arange(part.shape[axis])
+    position = jnp.maximum(first, 0) + step * jnp.arange(size)
     index = (slice(None),) * axis + (position,)
     return x.at[index].set(part, unique_indices=True, indices_are_sorted=True)
 
@@ -245,7 +247,8 @@ def unfold_backward(grad_in: Array, input_sizes: Ints, dim: int, size: int, step
     if not input_sizes:
         return grad_in.reshape(())
     axis = wrap_dim(dim, len(input_sizes))
-    windows = (np.arange(grad_in.shape[axis]) * step)[:, None] + np.arange(size)
+    starts = step * jax.lax.iota(np.int32, grad_in.shape[axis])
+    windows = starts[:, None] + np.arange(size, dtype=np.int32)
     grads = jnp.moveaxis(grad_in, -1, axis + 1)
     index = (slice(None),) * axis + (windows,)
     return jnp.zeros(tuple(input_sizes), grad_in.dtype).at[index].add(grads)

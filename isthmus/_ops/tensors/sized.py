@@ -158,7 +158,7 @@ def bincount(self: Array, size: int, weights: Array | None = None, minlength: in
         raise RuntimeError("bincount only supports 1-d non-negative integral inputs.")
     if minlength < 0:
         raise RuntimeError("minlength should be >= 0")
-    if weights is None:
+    if weights is None or not self.size:  # torch counts nothing without looking at the weights
         return jnp.zeros(size, jnp.int64).at[self].add(1)
     dtype = np.dtype(np.float32) if weights.dtype == np.float32 else np.dtype(np.float64)
     return jnp.zeros(size, dtype).at[self].add(cast(weights, dtype))

@@ -5,6 +5,7 @@ A function takes the arguments of its op in order. ``aten.as_strided`` is not am
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Sequence
 
@@ -15,10 +16,10 @@ import torch
 from jax import lax
 from jax.typing import DTypeLike
 
+from isthmus._graph.arguments import AnyFunction
 from isthmus._graph.names import Missing, aten, prims
 from isthmus._graph.private import Op
 from isthmus._ops.common import Array, DType, wrap_dim, wrap_dims
-from isthmus._ops.registry import AnyFunction
 from isthmus._ops.value_checks import require
 from isthmus._runtime.dtypes import to_jax_dtype
 
@@ -90,8 +91,11 @@ def split(x: Array, split_size: int, dim: int = 0) -> list[Array]:
     """Cut a dim into pieces of one size, the last of which may be shorter."""
     dim = wrap_dim(dim, x.ndim)
     length = x.shape[dim]
-    starts = range(0, length, split_size) if length else [0]
-    return [lax.slice_in_dim(x, start, min(start + split_size, length), 1, dim) for start in starts]
+    # Sizes that vary have a quotient that is a number where they are multiples of one another.
+    count = operator.index(-(-length // split_size)) if length else 1
+    starts = [n * split_size for n in range(count)]
+    ends = [*starts[1:], length]
+    return [lax.slice_in_dim(x, start, end, 1, dim) for start, end in zip(starts, ends, strict=True)]
 
 
 def split_with_sizes(x: Array, split_sizes: Sequence[int], dim: int = 0) -> list[Array]:
@@ -106,8 +110,8 @@ def unfold(x: Array, dimension: int, size: int, step: int) -> Array:
     if not x.ndim:
         return jnp.broadcast_to(x, (size,))
     dim = wrap_dim(dimension, x.ndim)
-    starts = np.arange(0, x.shape[dim] - size + 1, step)
-    windows = jnp.take(x, starts[:, None] + np.arange(size), axis=dim)
+    starts = step * lax.iota(np.int32, (x.shape[dim] - size) // step + 1)
+    windows = jnp.take(x, starts[:, None] + np.arange(size, dtype=np.int32), axis=dim, mode="clip")
     return jnp.moveaxis(windows, dim + 1, -1)
 
 

@@ -6,7 +6,15 @@ A rule is a function of the interpreter, the equation and the padded operands, f
     def transpose(run: Interpreter, eqn: JaxprEqn, x: PaddedArray) -> PaddedArray: ...
 
 It returns one padded array, or a list of them. ``run`` is also the ``Padding`` with masks and layouts. A primitive that
-touches no symbolic size is bound as it is; one that does and has no rule is ``Refused``.
+touches no symbolic size is bound as it is; one that does and has no rule is ``Refused``, and the caller compiles the
+exact size (``_program/ranges.py``).
+
+Called by ``program.PaddedProgram`` while JAX traces the program for one range of sizes: it evaluates the jaxpr on
+tracers of padded shapes, so what it costs is paid when a range is compiled, never when it runs. The rules are in
+``rules/``, a file per kind of primitive.
+
+What can go wrong: a rule that forgets a mask gives wrong values without an error. So rules are compared with exact
+programs over many sizes (tests/runtime/padding_sweep.py).
 """
 
 from __future__ import annotations
@@ -104,10 +112,12 @@ class Interpreter(Padding):
 
     def _equation(self, eqn: JaxprEqn, operands: list[PaddedArray]) -> list[PaddedArray]:
         name = eqn.primitive.name
+        # Derivative rules of a ``custom_jvp_call`` are not needed: what is traced here is not differentiated again.
         if name in CALLS:
             inner = next(eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params)
             closed = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
             return self.evaluate(closed, operands)
+        # No operand has padding then, since padding comes from symbolic sizes alone.
         if not is_symbolic_equation(eqn):
             results = eqn.primitive.bind(*[x.array for x in operands], **eqn.params)
             return [exact(y) for y in (results if eqn.primitive.multiple_results else [results])]

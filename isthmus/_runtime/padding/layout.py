@@ -116,8 +116,10 @@ class Padding:
         if source is None:
             shape = replaced(x.array.shape, i, length(target))
             return replace(x, array=jnp.broadcast_to(x.array, shape), axes=replaced(x.axes, i, target))
+        # For each position of the new layout: which element belongs there, and where the old layout has it.
         place = self.place_of(source, self.index_of(target, lax.iota(jnp.int32, length(target))))
         self.relayouts += 1
+        # Positions in the padding point anywhere; "clip" spares XLA a test, and padding may hold anything.
         array = jnp.take(x.array, place, axis=i, mode="clip")
         return replace(x, array=array, axes=replaced(x.axes, i, target), zero=x.zero - {i})
 
@@ -134,6 +136,7 @@ class Padding:
     def index_of(self, axis: tuple[Part, ...], place: Array) -> Array:
         """Return the true index of positions along an axis: for an index (i, j) of two parts, ``i * true size + j``."""
         index, stride = jnp.zeros_like(place), jnp.ones((), place.dtype)
+        # The last part varies fastest; true sizes are strides of the index, padded ones of the position.
         for part in reversed(axis):
             index = index + place % part.padded * stride
             place, stride = place // part.padded, stride * self.sizes.true(part.size, place.dtype)
@@ -145,7 +148,7 @@ class Padding:
             return index
         place, stride = jnp.zeros_like(index), 1
         for n, part in enumerate(reversed(axis)):
-            size = jnp.maximum(self.sizes.true(part.size, index.dtype), 1)
+            size = jnp.maximum(self.sizes.true(part.size, index.dtype), 1)  # no division by a size of 0
             last = n == len(axis) - 1  # an index past the end stays past the end
             place = place + (index if last else index % size) * stride
             index, stride = index // size, stride * part.padded
@@ -156,6 +159,7 @@ class Padding:
         place = lax.iota(jnp.int32, length(axis))
         mask = jnp.ones(place.shape, bool)
         for part in reversed(axis):
+            # A static part has no padding, so it needs no comparison.
             if is_symbolic(part.size):
                 mask &= place % part.padded < self.sizes.true(part.size)
             place = place // part.padded

@@ -69,7 +69,7 @@ class PaddedProgram:
         inputs: Sequence[jax.ShapeDtypeStruct],
         dims: Mapping[str, Size],
         least: Mapping[str, int],
-        extra: Any = None,
+        most: Mapping[str, int] | None = None,
     ) -> None:
         """Trace a function.
 
@@ -78,9 +78,9 @@ class PaddedProgram:
             inputs: shapes and dtypes of its arguments, with the symbols ``dims`` in them.
             dims: symbols by name, made by ``sizes.symbols``.
             least: the least size of each symbol, as given to ``sizes.symbols``.
-            extra: kept as an attribute for the caller.
+            most: the largest size of symbols for which it is known.
         """
-        self.names, self.extra = tuple(sorted(dims)), extra
+        self.names = tuple(sorted(dims))
         try:
             with compiler.scoped_x64():
                 self.closed = jax.jit(function).trace(*inputs).jaxpr
@@ -100,7 +100,12 @@ class PaddedProgram:
         arguments = [n for shape in self.inputs for n in shape]
         self.symbols = {
             name: Symbol(
-                name, dim, least[name], slack_of(dim, sizes), slack_of(dim, sizes) > slack_of(dim, arguments)
+                name,
+                dim,
+                least[name],
+                slack_of(dim, sizes),
+                slack_of(dim, sizes) > slack_of(dim, arguments),
+                (most or {}).get(name),
             )
             for name, dim in dims.items()
         }
@@ -110,6 +115,12 @@ class PaddedProgram:
         """Return the ranges that the program for these sizes serves."""
         bounds = {n: self.symbols[n].bound_for(values[n], per_octave) for n in self.names}
         return Sizes(self.symbols, bounds, per_octave)
+
+    def doubled(self, ranges: Sizes, name: str) -> Sizes:
+        """Return ranges with twice the padded size of one symbol."""
+        slack = self.symbols[name].slack
+        bounds = {**ranges.bounds, name: 2 * (ranges.bounds[name] + slack) - slack}
+        return Sizes(self.symbols, bounds, ranges.per_octave)
 
     def true_sizes(self, values: Mapping[str, int]) -> np.ndarray[Any, Any]:
         """Return the first input of an executable."""
@@ -142,14 +153,14 @@ class PaddedProgram:
         """Return how many executables there are."""
         return len(self._executables)
 
-    def _compile(
-        self,
-        sizes: Sizes,
-        zero: tuple[frozenset[int], ...],
-        donate: tuple[int, ...],
-        options: Mapping[str, Any] | None,
-        title: str,
-    ) -> PaddedExecutable:
+    def function(
+        self, sizes: Sizes, zero: Sequence[frozenset[int]]
+    ) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
+        """Return the function of the true sizes and padded arrays for these ranges, and its arguments' shapes.
+
+        It returns the padded results, and what a ``PaddedExecutable`` says of them.
+        """
+
         def traced(values: Array, *arrays: Array) -> tuple[tuple[Array, ...], Any]:
             wide = values.astype(jnp.int64)  # products of sizes may be large
             run = Interpreter(sizes.at({name: wide[n] for n, name in enumerate(self.names)}))
@@ -166,6 +177,17 @@ class PaddedProgram:
             jax.ShapeDtypeStruct(shape, v.aval.dtype)
             for shape, v in zip(shapes, self.closed.jaxpr.invars, strict=True)
         ]
+        return traced, examples
+
+    def _compile(
+        self,
+        sizes: Sizes,
+        zero: tuple[frozenset[int], ...],
+        donate: tuple[int, ...],
+        options: Mapping[str, Any] | None,
+        title: str,
+    ) -> PaddedExecutable:
+        traced, examples = self.function(sizes, zero)
         function, extras = separated(traced)
         try:
             built = compiler.build(function, examples, tuple(n + 1 for n in donate), options, title)
@@ -176,8 +198,9 @@ class PaddedProgram:
         ) as error:  # a shape that JAX refuses when it is padded
             raise Refused("padded", f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
         flags, masks, relayouts = extras[-1]
+        shapes = tuple(tuple(sizes.padded(n) for n in shape) for shape in self.inputs)
         outputs = tuple(tuple(sizes.padded(n) for n in shape) for shape in self.outputs)
-        return PaddedExecutable(built.call, tuple(shapes), outputs, flags, masks, relayouts)
+        return PaddedExecutable(built.call, shapes, outputs, flags, masks, relayouts)
 
 
 def pad_to(array: np.ndarray[Any, Any], shape: Sequence[int], value: Any = 0) -> np.ndarray[Any, Any]:

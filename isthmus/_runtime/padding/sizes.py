@@ -68,10 +68,11 @@ def evaluate(size: Size, values: Mapping[str, int]) -> int:
 def symbols(least: Mapping[str, int]) -> dict[str, Size]:
     """Return new symbols by their names, each with the least size it stands for.
 
-    JAX compares sizes only as far as it can prove; with two symbols it needs to be told that products grow.
+    JAX compares sizes only as far as it can prove; with two symbols it must be stated that products grow.
     """
     _reader()
     facts = [f"{name} >= {low}" for name, low in least.items()]
+    # Without these facts JAX cannot tell that b*s >= s (``InconclusiveDimensionOperation``).
     facts += [f"{a}*{b} >= {least[b]}*{a}" for a, b in itertools.permutations(least, 2)]
     dims = jax.export.symbolic_shape(",".join(least), constraints=facts)
     return dict(zip(least, dims, strict=True))
@@ -89,6 +90,7 @@ class Symbol:
     """A symbol of a program: its dimension, the least size, and the largest ``k`` of a size ``symbol + k`` in it.
 
     ``grows`` says that a result is longer than what is passed in, by ``k``: a cache that gains a token with each call.
+    ``most`` is the largest size that a user announced: all sizes up to it are served by one program.
     """
 
     name: str
@@ -96,6 +98,7 @@ class Symbol:
     least: int
     slack: int = 0
     grows: bool = False
+    most: int | None = None
 
     def bound_for(self, size: int, per_octave: int) -> int:
         """Return the largest size that the program for ``size`` serves.
@@ -104,7 +107,13 @@ class Symbol:
         arrays of one shape, and the first can be updated in place. What grows passes through every size of a finer
         grid, so it has powers of two.
         """
+        if self.most is not None and size <= self.most:
+            return self.most
         return round_up(size + self.slack, 1 if self.grows else per_octave) - self.slack
+
+
+SizesKey = tuple[tuple[tuple[str, int], ...], int]
+"""The largest size of each symbol, and how many padded sizes there are between powers of two."""
 
 
 class Sizes:
@@ -116,8 +125,8 @@ class Sizes:
         self._largest: dict[Size, tuple[int, int]] = {}
 
     @property
-    def key(self) -> tuple[Any, ...]:
-        """Return what makes two of these the same for one program."""
+    def key(self) -> SizesKey:
+        """Return the key of a program's executable: two of these with one key share it."""
         return (tuple(sorted(self.bounds.items())), self.per_octave)
 
     def at(self, values: Mapping[str, Array]) -> Sizes:
@@ -141,6 +150,7 @@ class Sizes:
     def _evaluate_all(self, size: Size) -> tuple[int, int]:
         names = sorted(_reader().symbols(size))
         spans = [np.arange(self.symbols[n].least, self.bounds[n] + 1, dtype=np.int64) for n in names]
+        # In Python's integers: the product may not fit numpy's.
         if functools.reduce(lambda points, span: points * len(span), spans, 1) > _MOST_POINTS:
             raise Refused("trace", f"{size} has too many values to know the largest")
         grid = dict(zip(names, np.meshgrid(*spans, indexing="ij", sparse=True), strict=True))
@@ -156,6 +166,7 @@ class Sizes:
         if len(names) == 1:
             symbol = self.symbols[next(iter(names))]
             more = size - symbol.dim
+            # ``s`` ... ``s + slack`` share one padded size, so that a cache and its successor are arrays of one shape.
             if not is_symbolic(more) and 0 <= more <= symbol.slack:
                 return self.bounds[symbol.name] + symbol.slack
         return round_up(max(1, self.largest(size)), self.per_octave)

@@ -40,6 +40,7 @@ def cond(run: Interpreter, eqn: JaxprEqn, index: PaddedArray, *operands: PaddedA
     def branch(closed: ClosedJaxpr) -> Any:
         return lambda *arrays: _arrays(run, run.evaluate(closed, _shaped(run, arrays, shapes)))
 
+    # All branches must return arrays of the same shapes, whichever layouts their rules would choose: canonical ones.
     branches = [branch(closed) for closed in eqn.params["branches"]]
     arrays = lax.switch(index.array.astype(jnp.int32), branches, *_arrays(run, operands))
     return _shaped(run, arrays, [out_shape(eqn, n) for n in range(len(arrays))])
@@ -49,6 +50,7 @@ def cond(run: Interpreter, eqn: JaxprEqn, index: PaddedArray, *operands: PaddedA
 def custom_linear_solve(run: Interpreter, eqn: JaxprEqn, *operands: PaddedArray) -> list[PaddedArray]:
     """Run the solver; the other functions of the primitive are for its derivatives."""
     lengths, closed = eqn.params["const_lengths"], eqn.params["jaxprs"].solve
+    # Constants come in the order matvec, vecmat, solve, transpose_solve, then the right-hand sides.
     before = lengths.matvec + lengths.vecmat
     after = before + lengths.solve + lengths.transpose_solve
     return run.evaluate(closed, [*operands[before : before + lengths.solve], *operands[after:]])
@@ -92,10 +94,12 @@ def scan(run: Interpreter, eqn: JaxprEqn, *operands: PaddedArray) -> list[Padded
     if not is_symbolic(steps):
         last, ys = lax.scan(body, start, stacked, steps, backward, unroll=eqn.params["unroll"])
         return _shaped(run, [*last, *ys], shapes)
+    # A scan needs a static length, and padded rows must not reach the carry, so this is a while loop over true rows.
     count = run.sizes.true(steps)
 
     def step(state: tuple[Array, list[Array], list[Array]]) -> Any:
         n, arrays, ys = state
+        # From the last true row, not from the last row.
         at = count - 1 - n if backward else n
         rows = [lax.dynamic_index_in_dim(x, at, keepdims=False) for x in stacked]
         arrays, new = body(arrays, rows)
@@ -106,6 +110,7 @@ def scan(run: Interpreter, eqn: JaxprEqn, *operands: PaddedArray) -> list[Padded
         )
 
     lengths = [[length(run.layout(n)) for n in shape] for shape in shapes[carries:]]
+    # Rows after the true ones are never written and stay zero.
     empty = [jnp.zeros(n, out_dtype(eqn, carries + k)) for k, n in enumerate(lengths)]
     initial = (jnp.zeros((), jnp.int32), start, empty)
     _, last, ys = lax.while_loop(lambda state: state[0] < count, step, initial)

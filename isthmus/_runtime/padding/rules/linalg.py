@@ -26,6 +26,12 @@ def factorization(run: Interpreter, eqn: JaxprEqn, *operands: PaddedArray) -> li
     return _batched(run, eqn, operands, 2)
 
 
+@rule("lu_pivots_to_permutation")
+def permutation(run: Interpreter, eqn: JaxprEqn, pivots: PaddedArray) -> list[PaddedArray]:
+    """Turn each row of a padded batch of exchanges into the order that they make."""
+    return _batched(run, eqn, (pivots,), 1)
+
+
 @rule("fft")
 def fft(run: Interpreter, eqn: JaxprEqn, x: PaddedArray) -> list[PaddedArray]:
     """Transform each row of a padded batch."""

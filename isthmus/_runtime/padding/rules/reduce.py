@@ -14,21 +14,21 @@ from isthmus._runtime.padding.sizes import Refused
 
 
 def smallest(dtype: Any) -> Any:
-    """Return what is neutral for a maximum."""
+    """Return the neutral element of a maximum."""
     if dtype == jnp.bool_:
         return False
     return -jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min
 
 
 def largest(dtype: Any) -> Any:
-    """Return what is neutral for a minimum."""
+    """Return the neutral element of a minimum."""
     if dtype == jnp.bool_:
         return True
     return jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).max
 
 
 def all_bits(dtype: Any) -> Any:
-    """Return what is neutral for a bitwise and."""
+    """Return the neutral element of a bitwise and."""
     if dtype == jnp.bool_:
         return True
     return jnp.iinfo(dtype).max if jnp.issubdtype(dtype, jnp.unsignedinteger) else -1
@@ -42,6 +42,7 @@ NEUTRAL: dict[str, Callable[[Any], Any]] = {
     "and": all_bits,
     "or": lambda dtype: 0,
     "xor": lambda dtype: 0,
+    # exp(-inf) is 0, so the smallest value adds nothing to the sum inside.
     "logsumexp": smallest,
 }
 
@@ -56,6 +57,7 @@ def _without(x: PaddedArray, gone: tuple[int, ...]) -> tuple[list[Any], frozense
 def reduction(run: Interpreter, eqn: JaxprEqn, x: PaddedArray) -> PaddedArray:
     """Reduce over true elements: the others are neutral."""
     axes, name = tuple(eqn.params["axes"]), eqn.primitive.name.removeprefix("reduce_")
+    # Complex numbers have no largest or smallest element that could stand for padding.
     if name in ("max", "min") and jnp.issubdtype(x.array.dtype, jnp.complexfloating):
         raise Refused(eqn.primitive.name, "of complex numbers")
     x = run.fill(x, axes, NEUTRAL[name](x.array.dtype))
@@ -78,6 +80,7 @@ def arg_reduction(run: Interpreter, eqn: JaxprEqn, x: PaddedArray) -> PaddedArra
     place = eqn.primitive.bind(x.array, **eqn.params)
     layout = x.axes[axis]
     assert layout is not None
+    # A merged axis (b, s) has padding inside, so a place in the array is no index of the true elements.
     index = place if len(layout) == 1 else run.index_of(layout, place)
     return PaddedArray(index, out_shape(eqn), tuple(_without(x, (axis,))[0]))
 
@@ -88,6 +91,7 @@ def cumulative(run: Interpreter, eqn: JaxprEqn, x: PaddedArray) -> PaddedArray:
     axis = eqn.params["axis"]
     x = run.full(x, [axis])
     layout = x.axes[axis]
+    # Reversed, padding is read first; in a merged axis it stands between true elements.
     if has_padding(layout) and (eqn.params["reverse"] or len(layout or ()) > 1):
         x = run.fill(x, [axis], NEUTRAL[eqn.primitive.name.removeprefix("cum")](x.array.dtype))
     return PaddedArray(eqn.primitive.bind(x.array, **eqn.params), x.shape, x.axes)
@@ -97,11 +101,13 @@ def cumulative(run: Interpreter, eqn: JaxprEqn, x: PaddedArray) -> PaddedArray:
 def sort(run: Interpreter, eqn: JaxprEqn, *operands: PaddedArray) -> list[PaddedArray]:
     """Sort with padding last: it gets the largest key, NaN for floats, and a stable sort leaves it behind real ones."""
     axis, keys = eqn.params["dimension"], eqn.params["num_keys"]
+    # ``compact``: padding inside a merged axis goes to the end, where the sort is to leave it.
     joined = run.join([run.compact(x, axis) for x in operands])
     if has_padding(joined[0].axes[axis]):
         joined = [
             run.fill(x, [axis], _last_key(x.array.dtype)) if n < keys else x for n, x in enumerate(joined)
         ]
+    # Stable even if the program did not ask: a true NaN has the same key as padding and must stay before it.
     results = eqn.primitive.bind(*[x.array for x in joined], **{**eqn.params, "is_stable": True})
     return [PaddedArray(y, x.shape, x.axes) for x, y in zip(joined, results, strict=True)]
 
@@ -117,6 +123,7 @@ def top_k(run: Interpreter, eqn: JaxprEqn, x: PaddedArray) -> list[PaddedArray]:
     """Find the largest k; of equal elements the first, so padding is never among them."""
     axis = eqn.params.get("axis", -1) % len(x.shape)
     k = eqn.params["k"]
+    # The result would have a symbolic axis whose padding is none of the input's.
     if not isinstance(k, int):
         raise Refused("top_k", "as many as a size says")
     x = run.compact(x, axis)

@@ -1,4 +1,16 @@
-"""Primitives that move axes: broadcast, transpose, squeeze, reshape, iota, stack, tile, and sizes as values."""
+"""Primitives that move axes: broadcast, transpose, squeeze, reshape, iota, stack, tile, and sizes as values.
+
+None of them computes, so none should cost a gather: layouts move with their axes, and padding stays where it is. A
+reshape that merges axes keeps the parts of each (``layout.Part``), and one that splits them again finds the parts::
+
+    reshape((b, s, 8) -> (b*s, 8))     axis 0: ((b, 4), (s, 40)), 160 long; the padding of s is between its rows
+    reshape((b*s, 8) -> (b, s, 2, 4))  parts (b, 4) and (s, 40) become axes again; 8 has no padding and is split
+
+Only where old and new parts do not fall on each other, as in ``(4*s) -> (4, s)``, are elements moved (``relayout``).
+
+What can go wrong: a size that is 1 or 0 by chance. Axes of length 1 belong to no group of a reshape, and an array
+without elements matches any grouping, so both are taken out first.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +48,7 @@ def broadcast_in_dim(run: Interpreter, eqn: JaxprEqn, x: PaddedArray, *sizes: Pa
     axes: list[AxisLayout] = []
     zero = set()
     for i, n in enumerate(shape):
+        # An axis of length 1 that is stretched is a new one: its layout says nothing about the longer axis.
         source = at.index(i) if i in at and x.shape[at.index(i)] == n else None
         if source is not None:
             axes.append(x.axes[source])
@@ -86,6 +99,7 @@ def reshape(run: Interpreter, eqn: JaxprEqn, x: PaddedArray, *sizes: PaddedArray
     if eqn.params.get("dimensions") is not None:
         raise Refused("reshape", "with an order of dimensions")
     if any(not is_symbolic(n) and n == 0 for n in x.shape):
+        # No elements, so any layout will do; products of 0 would match any group below.
         axes = tuple(run.layout(n) for n in shape)
         return PaddedArray(jnp.zeros([length(axis) for axis in axes], x.array.dtype), shape, axes)
     # Axes of length 1 belong to no group, so they come out before and go in after.
@@ -103,6 +117,7 @@ def reshape(run: Interpreter, eqn: JaxprEqn, x: PaddedArray, *sizes: PaddedArray
             first += 1
             continue
         x = run.full(x, group)
+        # Merged padding is zero only if that of every axis in the group is.
         keeps_zero = all(i in x.zero for i in group if has_padding(x.axes[i]))
         parts = tuple(part for i in group for part in x.axes[i] or ())
         dims = [shape[news[t]] for t in targets]
@@ -111,6 +126,7 @@ def reshape(run: Interpreter, eqn: JaxprEqn, x: PaddedArray, *sizes: PaddedArray
             x = _merged(x, group, math.prod(dims), parts)
             split = [run.layout(n) or () for n in dims]
             x = run.relayout(x, first, tuple(part for axis in split for part in axis))
+            # ``relayout`` gathers, and what it leaves in padding is anything.
             keeps_zero, group = False, [first]
         for t, axis in zip(targets, split, strict=True):
             layouts[news[t]] = _tidied(axis)
@@ -156,6 +172,7 @@ def _regrouped(parts: Sequence[Part], dims: Sequence[Size]) -> list[tuple[Part, 
             if not left:
                 return None
             part = left.pop(0)
+            # (12) to (3, 4): static parts may be split, since they have no padding.
             divisor = _divisor(part, product, n)
             if divisor:
                 left.insert(0, Part(part.size // divisor, part.size // divisor))
@@ -180,6 +197,7 @@ def _tidied(axis: tuple[Part, ...]) -> tuple[Part, ...]:
     for part in axis:
         if tidy and not is_symbolic(part.size) and not is_symbolic(tidy[-1].size):
             tidy[-1] = Part(tidy[-1].size * part.size, tidy[-1].padded * part.padded)
+        # Parts of size 1 are left out, unless the axis has no other.
         elif is_symbolic(part.size) or part.size != 1 or len(axis) == 1:
             tidy.append(part)
     return tuple(tidy)
@@ -189,6 +207,7 @@ def _tidied(axis: tuple[Part, ...]) -> tuple[Part, ...]:
 def stack(run: Interpreter, eqn: JaxprEqn, *operands: PaddedArray) -> PaddedArray:
     """Put arrays side by side along a new axis."""
     at = eqn.params["axis"]
+    # One layout for all, or element n of one array would stand beside element m of another.
     joined = run.join(operands)
     axes = (*joined[0].axes[:at], (Part(len(joined), len(joined)),), *joined[0].axes[at:])
     return PaddedArray(jnp.stack([x.array for x in joined], at), out_shape(eqn), axes)

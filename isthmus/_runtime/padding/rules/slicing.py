@@ -1,4 +1,16 @@
-"""Primitives that cut, join and shift along an axis: starts and ends are true ones, and padding ends up last."""
+"""Primitives that cut, join and shift along an axis: starts and ends are true ones, and padding ends up last.
+
+Every rule leaves a result whose elements are at its front and whose padding is at its end, because that is the only
+layout in which the next rule can find them. A cut or a join at a place that is a size is therefore a dynamic slice or
+update at the *true* size, which is known at run time, in an array with room for the largest one::
+
+    concatenate([x, y])      x: s elements padded to 40, y: 1 element       result: s + 1 padded to 40
+    room for x and y         [x_0 ... x_s-1, anything ...]
+    write y at s             [x_0 ... x_s-1, y_0, anything ...]
+
+What can go wrong: XLA clamps a dynamic start so that the slice fits the array, which would move it; each rule makes
+the array long enough first. Steps and starts that may be negative are refused.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +35,13 @@ def _cut(run: Interpreter, x: PaddedArray, i: int, start: Size, size: Size, step
     ends_alike = step == 1 and start + size == x.shape[i]  # what comes after is then the padding of x
     x = run.compact(x, i)
     padded = run.sizes.padded(size)
+    # From the first element to the last one that is taken, as long as the padded result needs them.
     span = (padded - 1) * step + 1 if padded else 0
     low, high = run.sizes.extremes(start)
     if low < 0:
         raise Refused("slice", f"from {start}, which may be negative")
     array = resized(x.array, i, max(x.array.shape[i], high + span))  # a start is not to be clamped
+    # ``dynamic_slice`` has no steps, so the span is cut first and stepped through after.
     if is_symbolic(start):
         array = lax.dynamic_slice_in_dim(array, run.sizes.true(start), span, axis=i)
         array = lax.slice_in_dim(array, 0, span, step, axis=i)
@@ -66,6 +80,7 @@ def split(run: Interpreter, eqn: JaxprEqn, x: PaddedArray) -> list[PaddedArray]:
 def dynamic_slice(run: Interpreter, eqn: JaxprEqn, x: PaddedArray, *starts: PaddedArray) -> PaddedArray:
     """Cut where run-time starts say, clamped to the true size as XLA clamps to the size of an array."""
     for i, (n, size) in enumerate(zip(x.shape, eqn.params["slice_sizes"], strict=True)):
+        # The whole axis: its start can only be 0.
         if n == size:
             continue
         x = run.compact(x, i)
@@ -100,6 +115,7 @@ def dynamic_update_slice(
         begin.append(_clamped(run, starts[i].array, n, size))
         partial += [i] if has_padding(update.axes[i]) else []
     shape = x.array.shape
+    # Padding of the update would overwrite true elements behind it, so what is there is read and put back.
     if partial:
         array = x.array
         for i in partial:  # the padding of the update must not push its start back
@@ -128,6 +144,7 @@ def concatenate(run: Interpreter, eqn: JaxprEqn, *operands: PaddedArray) -> Padd
     axes = replaced(pieces[0].axes, at, run.layout(shape[at]))
     if not any(has_padding(x.axes[at]) for x in pieces):
         return PaddedArray(lax.concatenate([x.array for x in pieces], at), shape, axes, zero)
+    # In order: each piece is written over the padding of the one before it, and only the last one's padding stays.
     padded = run.sizes.padded(shape[at])
     starts: list[Size] = [0]
     for x in pieces[:-1]:
@@ -159,6 +176,7 @@ def _padded_axis(
     least, most = run.sizes.extremes(low)
     if is_symbolic(inner) or (is_symbolic(low) and least < 0):
         raise Refused("pad", "by a size that may be negative, or between elements by a size")
+    # The value is put into the padding too: what lies past the true end becomes the high side of the result.
     x = run.fill(run.compact(x, i), [i], value)
     zeros = [(0, 0, 0)] * x.array.ndim
     array = x.array if inner == 0 else lax.pad(x.array, value, replaced(zeros, i, (0, 0, inner)))
@@ -182,6 +200,7 @@ def rev(run: Interpreter, eqn: JaxprEqn, x: PaddedArray) -> PaddedArray:
         array = lax.rev(x.array, (i,))
         if has_padding(x.axes[i]):
             n = x.array.shape[i]
+            # Twice as long, so that the start, which is anything up to n, is not clamped.
             array = resized(array, i, 2 * n)
             array = lax.dynamic_slice_in_dim(array, n - run.sizes.true(x.shape[i]), n, axis=i)
         x = PaddedArray(array, x.shape, x.axes, x.zero - {i})

@@ -1,14 +1,27 @@
-"""Convolutions and reductions over windows: padding is zero or neutral, as it is past the border of an image."""
+"""Convolutions and reductions over windows: padding is zero or neutral, as it is past the border of an image.
+
+The exact program pads an image with zeros (a convolution) or with the neutral element (a reduction) where a window
+reaches past its border. A padded image has the same values past its true end, put there by ``fill``, so windows over
+the true part compute what they should, and windows that begin past it make padding of the result, which is cut or
+left::
+
+    convolution, width s padded to 40, windows of 3:    result s - 2 true, 38 computed, resized to the padded s - 2
+
+What can go wrong: zero is only neutral for finite factors, so a *kernel* of padded size is refused (0 * inf is nan);
+and a window that chooses a place (``select_and_scatter_add``) may choose one in the padding, so it is refused as well.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import jax
 from jax.extend.core import JaxprEqn
 
 from isthmus._runtime.padding.interpreter import Interpreter, out_shape, rule
-from isthmus._runtime.padding.layout import PaddedArray, has_padding, replaced, resized
+from isthmus._runtime.padding.layout import AxisLayout, PaddedArray, has_padding, replaced, resized
 from isthmus._runtime.padding.rules.reduce import NEUTRAL
-from isthmus._runtime.padding.sizes import Refused, is_symbolic
+from isthmus._runtime.padding.sizes import Refused, Size, is_symbolic
 
 Array = jax.Array
 
@@ -35,12 +48,14 @@ def convolution(run: Interpreter, eqn: JaxprEqn, x: PaddedArray, kernel: PaddedA
         raise Refused("conv_general_dilated", "groups of a padded number of features")
     if params["batch_group_count"] != 1 and has_padding(x.axes[x_batch]):
         raise Refused("conv_general_dilated", "groups of a padded batch")
+    # Features are summed over, and space is read by windows; padding of the batch is its own affair.
     x = run.fill(x, [x_feature, *x_space], 0)
     kernel = run.fill(kernel, [in_feature], 0)
     array = eqn.primitive.bind(x.array, kernel.array, **params)
     (batch, feature, *space) = numbers.out_spec
     layouts = {batch: x.axes[x_batch], feature: kernel.axes[out_feature]}
     shape = out_shape(eqn)
+    # XLA computes a result for every window that fits the padded image, which may be fewer than the padded result has.
     for i in space:
         array, layouts[i] = resized(array, i, run.sizes.padded(shape[i])), run.layout(shape[i])
     return PaddedArray(array, shape, tuple(layouts[i] for i in range(len(shape))))
@@ -49,19 +64,27 @@ def convolution(run: Interpreter, eqn: JaxprEqn, x: PaddedArray, kernel: PaddedA
 @rule("reduce_window_sum", "reduce_window_max", "reduce_window_min")
 def window_reduction(run: Interpreter, eqn: JaxprEqn, x: PaddedArray) -> PaddedArray:
     """Reduce windows of static size along padded axes: what is past the end is neutral, as JAX's own padding is."""
-    params, shape = eqn.params, out_shape(eqn)
+    shape = out_shape(eqn)
     if is_symbolic_window(eqn):
         raise Refused(eqn.primitive.name, "windows whose size or padding is a size")
     x = run.full(x)
     axes = [i for i in range(len(shape)) if not _is_untouched(eqn, i)]
     x = run.compact(x, *axes)
     x = run.fill(x, axes, NEUTRAL[eqn.primitive.name.rsplit("_", 1)[1]](x.array.dtype))
-    array, layouts = eqn.primitive.bind(x.array, **params), x.axes
+    return _windowed(run, eqn.primitive.bind(x.array, **eqn.params), x.axes, shape, axes)
+
+
+def _windowed(
+    run: Interpreter,
+    array: Array,
+    layouts: tuple[AxisLayout, ...],
+    shape: tuple[Size, ...],
+    axes: Sequence[int],
+) -> PaddedArray:
+    """Return the results of windows along ``axes`` of padded images, as long as the padded size of the result."""
     for i in axes:
-        array, layouts = (
-            resized(array, i, run.sizes.padded(shape[i])),
-            replaced(layouts, i, run.layout(shape[i])),
-        )
+        array = resized(array, i, run.sizes.padded(shape[i]))
+        layouts = replaced(layouts, i, run.layout(shape[i]))
     return PaddedArray(array, shape, layouts)
 
 
@@ -80,9 +103,23 @@ def _is_untouched(eqn: JaxprEqn, i: int) -> bool:
     return all(n == 1 for n in ones) and tuple(params["padding"][i]) == (0, 0)
 
 
-@rule("reduce_window", "select_and_scatter_add", "select_and_gather_add")
+@rule("reduce_window")
 def general_windows(run: Interpreter, eqn: JaxprEqn, *operands: PaddedArray) -> list[PaddedArray]:
-    """Reduce or scatter windows along static axes; along padded ones each element is a window of its own."""
+    """Reduce windows by a function of the user's: past the end are the initial values, as past an image's border."""
+    if is_symbolic_window(eqn):
+        raise Refused("reduce_window", "windows whose size or padding is a size")
+    # Operands are images, then one initial value for each.
+    count = len(operands) // 2
+    axes = [i for i in range(len(out_shape(eqn))) if not _is_untouched(eqn, i)]
+    images = run.join([run.compact(run.full(x), *axes) for x in operands[:count]])
+    images = [run.fill(x, axes, start.array) for x, start in zip(images, operands[count:], strict=True)]
+    results = eqn.primitive.bind(*[x.array for x in [*images, *operands[count:]]], **eqn.params)
+    return [_windowed(run, y, x.axes, out_shape(eqn), axes) for x, y in zip(images, results, strict=True)]
+
+
+@rule("select_and_scatter_add", "select_and_gather_add")
+def choosing_windows(run: Interpreter, eqn: JaxprEqn, *operands: PaddedArray) -> list[PaddedArray]:
+    """Scatter windows along static axes; along padded ones each element is a window of its own."""
     name = eqn.primitive.name
     if is_symbolic_window(eqn):
         raise Refused(name, "windows whose size or padding is a size")

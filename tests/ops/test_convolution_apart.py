@@ -1,4 +1,4 @@
-"""Convolutions taken apart on the CPU: the results and gradients of whole ones."""
+"""Convolutions taken apart: the results and gradients of whole ones, and which those are on each device."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch import nn
 
 import isthmus
 from isthmus._ops.nn import convolution as whole
-from isthmus._ops.nn import cpu_convolution
-from isthmus._ops.nn.cpu_convolution import Convolution
+from isthmus._ops.nn import convolution_apart
+from isthmus._ops.nn.convolution_apart import Convolution
 from isthmus._runtime.compiler import platform
 
 pytestmark = pytest.mark.skipif(platform() != "cpu", reason="elsewhere XLA has kernels for all of them")
@@ -45,9 +45,9 @@ CASES: dict[str, tuple[Any, ...]] = {
 def always(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Take even the smallest apart; return what was."""
     seen: list[Any] = []
-    apart = cpu_convolution.apart
-    monkeypatch.setattr(cpu_convolution, "_FEW", 0)
-    monkeypatch.setattr(cpu_convolution, "apart", lambda given: seen.append(given) or apart(given))
+    apart = convolution_apart.apart
+    monkeypatch.setattr(convolution_apart, "_FEW", 0)
+    monkeypatch.setattr(convolution_apart, "apart", lambda given: seen.append(given) or apart(given))
     return seen
 
 
@@ -103,7 +103,7 @@ def test_small_ones_whole_ones_and_integers_are_left_to_xla() -> None:
     def takes(x: Any, w: Any, groups: int, dtype: Any = jnp.float32) -> bool:
         shapes = jax.ShapeDtypeStruct(x, dtype), jax.ShapeDtypeStruct(w, dtype)
         given = Convolution(*shapes, [1, 1], [(1, 1)] * 2, [1, 1], [1, 1], groups, dtype)
-        return cpu_convolution.takes(given)
+        return convolution_apart.takes(given)
 
     assert takes((8, 64, 32, 32), (64, 1, 3, 3), 64)
     assert not takes((1, 4, 8, 8), (4, 1, 3, 3), 4)
@@ -166,3 +166,24 @@ def test_exported_they_are_whole_elsewhere() -> None:
     torch.testing.assert_close(artifact.module()(x), model(x), rtol=1e-4, atol=1e-4)
     assert "stablehlo.convolution" in artifact.exported.mlir_module()
     assert "stablehlo.convolution" not in isthmus.export(model, x, platforms=("cpu",)).exported.mlir_module()
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "taken", "for_weight"),
+    [
+        ("gpu", "depthwise", True, False),
+        ("gpu", "depthwise, transposed", True, False),
+        ("gpu", "groups", False, False),
+        ("gpu", "a larger window", False, False),
+        ("tpu", "depthwise", False, False),
+        ("cpu", "groups", True, True),
+    ],
+)
+def test_what_each_device_is_slow_at(
+    device: str, name: str, taken: bool, for_weight: bool, monkeypatch: pytest.MonkeyPatch, always: list[Any]
+) -> None:
+    monkeypatch.setattr(convolution_apart.compiler, "platform", lambda: device)
+    case = CASES[name]
+    x, w = given(case)
+    found = whole.plan(jnp.asarray(x.numpy()), jnp.asarray(w.numpy()), *case[2:], dtype=np.float32)
+    assert (convolution_apart.takes(found), convolution_apart.takes_for_weight(found)) == (taken, for_weight)

@@ -1,28 +1,59 @@
-"""What asynchronous collectives return: torch's ``Work``, for results that are arrays already and for messages to come.
+"""Messages from one rank to another, asynchronous ones too: send, recv.
 
-An array of JAX's can be used before it is computed, so a collective on the device is done once it is launched, and its
-``Work`` is a finished future (``finished``). A message from one rank to another goes through gloo on the CPU;
-``Message`` is its ``Work``, and ``wait`` puts what was received into the "jax" tensor.
+They go through gloo and the host, since an XLA program needs all of its devices to take part.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from isthmus._device.torch_glue.private import work_of_future
 from isthmus._distributed.agreement import explained
+from isthmus._distributed.rank_group import RankGroup, collective, kinds_of
+
+Tensor = torch.Tensor
 
 
-def finished(tensors: Any) -> dist.Work:
-    """Return the work of a collective that has been launched; its future holds ``tensors``."""
-    future: Future[Any] = Future()
-    future.set_result(tensors)
-    return work_of_future(future)
+class Messages(RankGroup):
+    """The messages of a group."""
+
+    @collective
+    def send(self, tensors: list[Tensor], dst: int, tag: int) -> Any:
+        """Send tensors to one rank."""
+        line = f"send to rank {self._ranks[dst]}: {kinds_of(tensors)}"
+        staged = [tensor.detach().cpu().contiguous() for tensor in tensors]
+        inner = self._cpu.send(staged, dst, tag)
+        # The staged copy lives as long as the message.
+        return Message(self._ranks[self._own], line, inner, tensors, functools.partial(staged.clear))
+
+    @collective
+    def recv(self, tensors: list[Tensor], src: int, tag: int) -> Any:
+        """Receive tensors from one rank."""
+        return self._receive(
+            tensors, f"rank {self._ranks[src]}", lambda staged: self._cpu.recv(staged, src, tag)
+        )
+
+    @collective
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
+        """Receive tensors from whichever rank sends some."""
+        return self._receive(tensors, "any rank", lambda staged: self._cpu.recv_anysource(staged, tag))
+
+    def _receive(self, tensors: list[Tensor], source: str, begin: Callable[[list[Tensor]], Any]) -> Message:
+        staged = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
+        line = f"recv from {source}: {kinds_of(tensors)}"
+
+        def arrive() -> None:
+            with torch.no_grad():
+                for tensor, data in zip(tensors, staged, strict=True):
+                    tensor.detach().copy_(data)
+
+        return Message(self._ranks[self._own], line, begin(staged), tensors, arrive)
 
 
 class Message(dist.Work):
