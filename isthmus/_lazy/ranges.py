@@ -105,7 +105,7 @@ def _is_dying(at: int) -> bool:
     """Return whether only the trace holds an array, or the slack around it."""
     if getrefcount(trace.arrays[at]) != _DYING:
         return False
-    return type(trace.arrays[at]) is not Slack or getrefcount(trace.arrays[at].array) == _DYING
+    return type(trace.arrays[at]) is not Slack or donation.is_unshared(trace.arrays[at])
 
 
 def run(

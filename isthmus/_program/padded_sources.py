@@ -67,8 +67,7 @@ def _is_dying(sources: Sequence[Source], n: int) -> bool:
     assert isinstance(buffer, Buffer)
     if getrefcount(buffer.held) != _DYING:
         return False
-    # Both the slack and the array in it must be ours alone.
-    return type(buffer.held) is not Slack or getrefcount(buffer.held.array) == _DYING
+    return type(buffer.held) is not Slack or donation.is_unshared(buffer.held)
 
 
 def _held(source: Source) -> Held:

@@ -148,6 +148,19 @@ def show(buffers: Sequence[Any], inputs: list[Array], places: Sequence[int]) -> 
             buffer.held = inputs[index]
 
 
+def is_unshared(slack: Slack) -> bool:
+    """Return whether only this slack holds its arrays, so that a program may overwrite either of them.
+
+    Whoever takes a slack for dead by its own reference count asks this as well: a read of the buffer replaces the slack
+    in it by ``unpadded``, which then is the contents of a tensor although nothing but a trace holds the slack.
+    """
+    # As of an array in a list: one reference is the slack's, the other is that of the count.
+    alone = OWNED - 1
+    if sys.getrefcount(slack.array) != alone:
+        return False
+    return slack.unpadded is None or sys.getrefcount(slack.unpadded) == alone
+
+
 def is_owned(inputs: list[Array], places: Sequence[int], hidden: bool = False) -> bool:
     """Return whether only their buffers, unless those are hidden, and this list hold the arrays."""
     # A hidden buffer holds a marker and not the array, so there is one reference less.

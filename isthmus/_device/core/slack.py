@@ -29,20 +29,21 @@ _THROUGH_HOST = 2**20
 class Slack:
     """An array whose first elements along every axis are the contents of a storage of this shape."""
 
-    __slots__ = ("_exact", "array", "shape")
+    __slots__ = ("array", "shape", "unpadded")
 
     def __init__(self, array: Array, shape: Sequence[int]) -> None:
         self.array, self.shape = array, tuple(shape)
-        self._exact: Array | None = None
+        # What ``exact`` has made; a buffer that was settled holds it too (``donation.is_unshared``).
+        self.unpadded: Array | None = None
 
     def exact(self) -> Array:
         """Return the contents without padding; made once."""
-        if self._exact is None:
+        if self.unpadded is None:
             # ``isthmus.metrics`` shows how often padding is taken off: often means that a mode does not know
             # it.
             counters.count("padding removed")
-            self._exact = cut(self.array, self.shape)
-        return self._exact
+            self.unpadded = cut(self.array, self.shape)
+        return self.unpadded
 
     def is_deleted(self) -> bool:
         """Return whether a program has taken the memory."""
