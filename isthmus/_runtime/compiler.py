@@ -35,6 +35,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import Jaxpr
 
 from isthmus import _caches
 from isthmus._runtime import (
@@ -131,6 +132,8 @@ class Executable:
     seconds: dict[str, float]
     shardings: tuple[placement.Sharding, ...] | None
     """How each result is split, flat; None on one device."""
+    unread: frozenset[int]
+    """Numbers of the inputs, flat, that no operation reads: a call neither takes nor deletes them, donated or not."""
 
 
 def compile(
@@ -206,7 +209,13 @@ def build(
     # Only on the CPU does XLA take over the inputs before it finds that there is no memory.
     if donate and platform() == "cpu":
         call = memory.sparing_inputs(call, compiled)
-    return Executable(call, lowered, compiled, clock.laps, placement.results_of(compiled))
+    shardings, unread = placement.results_of(compiled), _unread(traced.jaxpr.jaxpr)
+    return Executable(call, lowered, compiled, clock.laps, shardings, unread)
+
+
+def _unread(jaxpr: Jaxpr) -> frozenset[int]:
+    read = {id(value) for equation in jaxpr.eqns for value in equation.invars} | set(map(id, jaxpr.outvars))
+    return frozenset(index for index, value in enumerate(jaxpr.invars) if id(value) not in read)
 
 
 def _load_or_compile(

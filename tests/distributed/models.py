@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import isthmus
 
@@ -107,9 +106,13 @@ def train(
     take: Callable[[Tensor], Tensor],
     loss_of: Callable[[Any, Any], Tensor] | None = None,
     optimizer: Any = None,
+    settled: int = 2,
     **options: Any,
 ) -> list[float]:
-    """Train for a few steps; return the losses, averaged over ranks that have different batches."""
+    """Train for a few steps; return the losses, averaged over ranks that have different batches.
+
+    Nothing is compiled after as many steps as ``settled`` says.
+    """
     optimizer = optimizer or optimizer_of(module, name, **options)
     losses, compilations = [], []
     for data in batches(name):
@@ -120,10 +123,7 @@ def train(
         optimizer.step()
         losses.append(averaged(loss.detach()))
         compilations.append(isthmus.metrics.counts()["compilations"])
-    # DistributedDataParallel makes new buckets in its second step, so that its third is the first of its kind.
-    wrapped = getattr(module, "_orig_mod", module)
-    settled = len(compilations) - 1 if isinstance(wrapped, DistributedDataParallel) else 1
-    assert compilations[-1] == compilations[settled], f"compiled after the second step: {compilations}"
+    assert compilations[-1] == compilations[settled - 1], f"compiled after step {settled}: {compilations}"
     return losses
 
 

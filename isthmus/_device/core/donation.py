@@ -35,6 +35,7 @@ from typing import Any, TypeVar
 from isthmus._device.core.host_tensors import copied
 from isthmus._device.core.resharded import Resharded
 from isthmus._device.core.slack import Slack
+from isthmus._device.core.zeros import own_zeros
 from isthmus._graph.nodes import Node
 from isthmus._runtime import memory
 
@@ -162,12 +163,15 @@ def is_unshared(slack: Slack) -> bool:
 
 
 def is_owned(inputs: list[Array], places: Sequence[int], hidden: bool = False) -> bool:
-    """Return whether only their buffers, unless those are hidden, and this list hold the arrays."""
+    """Return whether only their buffers, unless those are hidden, and this list hold the arrays.
+
+    Zeros that new tensors share are replaced in the list by zeros that only the list holds.
+    """
     # A hidden buffer holds a marker and not the array, so there is one reference less.
     owned = OWNED - hidden
     # Not in a function of the array: how often a call counts its arguments depends on what runs Python's frames
     # (CPython's own loop, or Dynamo's).
-    return all([sys.getrefcount(inputs[index]) == owned for index in places])
+    return all([sys.getrefcount(inputs[index]) <= owned or own_zeros(inputs, index) for index in places])
 
 
 def own(inputs: list[Array], places: Sequence[int] | None = None, hidden: bool = False) -> list[Array]:

@@ -354,6 +354,9 @@ class DonationVariants:
                 executable, facts = compile_with_extra(
                     builder.program, builder.examples, name=str(builder.op)
                 )
+        # The targets are overwritten whole, so both variants are this program.
+        if executable.unread.issuperset(self.donated):
+            self.fixed, owned = True, False
         self.calls[owned] = executable.call
         self.shardings = executable.shardings
         return facts.errors

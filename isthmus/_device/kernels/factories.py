@@ -1,15 +1,15 @@
 """New tensors: ``empty``, ``zeros``, ``arange`` and their forms.
 
-``empty`` is zeros, since a JAX array has contents; small zeros are shared between tensors until one is written.
+``empty`` is zeros, since a JAX array has contents (``core/zeros.py``).
 ``arange`` takes its bounds as run-time inputs and is compiled for its length alone. ``out=`` forms make a new tensor
 and copy it.
 
 They have kernels of their own, and no lowerings, since there is no tensor among their arguments: what is compiled
 depends on a shape and a dtype alone, and the device that is named must be looked at (``check_device``).
-``kernels/register.py`` registers them; other kernels call ``zeros`` for arrays.
+``kernels/register.py`` registers them.
 
 What can go wrong: a size beyond the memory must be refused before JAX counts its elements, in torch's words
-(``memory.require``); shared zeros must never be donated, which donation sees by their reference count.
+(``memory.require``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
 import torch
 from torch import Tensor
 
@@ -28,40 +27,18 @@ from isthmus._device.core.buffer import Signature, buffer_of, storage_length, wr
 from isthmus._device.core.dispatch import kernel_for
 from isthmus._device.core.host_tensors import array_from_cpu
 from isthmus._device.core.plan_cache import Generations
+from isthmus._device.core.zeros import zeros
 from isthmus._device.torch_glue.private import restride
 from isthmus._device.torch_glue.torch_jax import check_device
 from isthmus._graph.layout import contiguous_strides, storage_shape
 from isthmus._ops.tensors.creation import count
-from isthmus._runtime import compiler, memory, placement
+from isthmus._runtime import compiler, placement
 from isthmus._runtime.dtypes import to_jax_dtype
 from isthmus._runtime.host_arrays import device_number
 from isthmus._runtime.private import is_tracing
 
 _DEVICE = torch.device("jax", 0)  # named in recorded calls: without it torch would infer them on the CPU
-# Zeros of up to so many bytes are kept and shared: a program that makes them costs more than the memory.
-_SHARED_BYTES = 1 << 16
-_shared_zeros, _zeros_programs, _count_programs = Generations(), Generations(), Generations()
-
-
-def zeros(shape: tuple[int, ...], dtype: Any, sharding: Any = None) -> Any:
-    """Return an array of zeros; small ones are shared, which is safe because arrays never change."""
-    key = (shape, dtype, sharding)
-    # ``young`` directly: this runs for every new tensor.
-    shared = _shared_zeros.young.get(key)
-    if shared is not None:
-        return shared
-    program = _zeros_programs.young.get(key)
-    if program is None:
-        if memory.nbytes(shape, dtype) > memory.LARGEST:
-            raise RuntimeError(f"Storage size calculation overflowed with sizes={list(shape)}")
-        memory.require(memory.nbytes(shape, dtype))  # before JAX counts the elements, in an int64
-        program = _zeros_programs.find(
-            key, lambda: compiler.compile(lambda: jnp.zeros(shape, dtype), [], sharding=sharding)
-        )
-    # An array is shared by all tensors that hold it; the first write gives a tensor its own.
-    if math.prod(shape) * dtype.itemsize <= _SHARED_BYTES:
-        return _shared_zeros.find(key, program)
-    return program()
+_count_programs = Generations()
 
 
 def empty(
