@@ -66,8 +66,8 @@ def test_the_second_write_to_zeros_runs_the_program_of_the_first(length: int, th
         waiting.set()
         if threads:
             other.join()
-    assert x[0].eq(20).all() and x[1].eq(6).all() and y.eq(5).all()
-    assert untouched.eq(0).all() and torch.zeros(2, length, device="jax").eq(0).all()
+    for tensor, value in ((x[0], 20), (x[1], 6), (y, 5), (untouched, 0), (torch.zeros_like(x), 0)):
+        assert tensor.eq(value).all()
 
 
 def test_what_is_overwritten_whole_has_one_program() -> None:
@@ -85,9 +85,10 @@ def test_what_is_overwritten_whole_has_one_program() -> None:
 
 def test_zeros_a_call_did_not_get_to_write_stay_zeros() -> None:
     x = torch.zeros(4, device="jax")
-    with pytest.raises(RuntimeError):
-        x.add_(torch.ones(3, device="jax"))
+    indices, values = torch.tensor([7], device="jax"), torch.ones(3, device="jax")
+    with pytest.raises(RuntimeError, match="must match the size"):
+        x.add_(values)
     with pytest.raises(IndexError, match="index out of range"):
-        x.index_add_(0, torch.tensor([7], device="jax"), torch.ones(1, device="jax"))
-        x.cpu()
-    assert x.eq(0).all() and torch.zeros(4, device="jax").eq(0).all()
+        x.index_add_(0, indices, values[:1]).cpu()
+    assert x.eq(0).all()
+    assert torch.zeros(4, device="jax").eq(0).all()

@@ -55,6 +55,7 @@ _ACCELERATOR = (
     "_accelerator_isAllocatorInitialized", "_accelerator_emptyCache", "_accelerator_emptyHostCache",
     "_accelerator_getDeviceStats", "_accelerator_resetAccumulatedStats", "_accelerator_resetPeakStats",
     "_accelerator_getMemoryInfo", "_accelerator_getDeviceCapability", "_accelerator_synchronizeDevice",
+    "_accelerator_getStream", "_accelerator_setStream",
 )  # fmt: skip
 _MEASURED = ("nbytes", "__len__", "data_ptr")
 _COPIED = ("cpu", "clone", "copy_", "resize_", "fill_", "__setitem__", "_set_from_file", "_swap_data_ptr_")
@@ -92,6 +93,15 @@ TABLE: tuple[Patch, ...] = (
         IMPORT,
         "torch.Generator(device='jax') asks C++ for a generator that Python cannot provide, and may be the first use "
         "of the device",
+    ),
+    *(
+        Patch(
+            "torch",
+            name,
+            IMPORT,
+            "a stream or event of the device asks C++ to wait and to measure, which Python cannot provide",
+        )
+        for name in ("Stream", "Event")
     ),
     Patch(
         "torch._library.opaque_object",

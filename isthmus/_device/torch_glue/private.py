@@ -35,7 +35,8 @@ _UNDEFINED = torch._C.DispatchKey.Undefined
 _AUTOCASTS = [key for name, key in torch._C.DispatchKey.__members__.items() if name.startswith("Autocast")]
 empty_tensor = torch._C._acc.create_empty_tensor
 PRIVATE_USE_1 = int(torch._C._autograd.DeviceType.PrivateUse1)  # type: ignore[call-overload]
-Generator = torch._C.Generator  # ``torch.Generator`` is replaced (generators.py)
+# ``torch.Generator`` is replaced (generators.py), and so are the other two (streams.py).
+Generator, Stream, Event = torch._C.Generator, torch._C.Stream, torch._C.Event
 
 
 def contents(storage: Any) -> Any:

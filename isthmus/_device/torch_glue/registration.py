@@ -48,7 +48,14 @@ def register() -> None:
             return
         _check_first()
         _state["with torch"] = getattr(torch.__spec__, "_initializing", False)
-        from isthmus._device.torch_glue import autocast, generators, scripted, storage_patches, torch_jax
+        from isthmus._device.torch_glue import (
+            autocast,
+            generators,
+            scripted,
+            storage_patches,
+            streams,
+            torch_jax,
+        )
 
         _state["guard"] = _Guard()
         make_room()
@@ -67,6 +74,7 @@ def register() -> None:
         _state["pass autocast"] = autocast.allow()
         storage_patches.install_on_import()
         generators.install()
+        streams.install()
         # As on the CPU: float16 would need a gradient scaler. torch keeps the default per thread, so threads started
         # by the user have torch's own, float16.
         torch.set_autocast_dtype("jax", torch.bfloat16)
@@ -249,7 +257,7 @@ def _backward_reaches_device() -> bool:
 
 def _serve_accelerator() -> None:
     """Answer what ``torch.accelerator`` asks C++ for, where a device in Python has nothing to register."""
-    from isthmus._device.torch_glue import device_memory, torch_jax
+    from isthmus._device.torch_glue import device_memory, streams, torch_jax
 
     for name, ours in {
         # False lets torch answer by itself that nothing is allocated, without loading JAX.
@@ -262,6 +270,8 @@ def _serve_accelerator() -> None:
         "_accelerator_getMemoryInfo": device_memory.get_memory_info,
         "_accelerator_getDeviceCapability": torch_jax.get_device_capability,
         "_accelerator_synchronizeDevice": torch_jax.synchronize,
+        "_accelerator_getStream": streams.current_stream,
+        "_accelerator_setStream": streams.set_stream,
     }.items():
         patches.replace("torch._C", name, functools.partial(_instead, ours))
 

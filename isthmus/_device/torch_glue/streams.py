@@ -5,6 +5,11 @@ another: what a stream or an event would order is ordered by data. The classes h
 it is (FSDP2 has five of them, data loaders copy on one): entering a stream changes what ``current_stream`` says and
 nothing else.
 
+They are torch's generic ``torch.Stream("jax")`` and ``torch.Event("jax")`` too, as ``torch.accelerator`` hands them
+out. Those are static types, whose methods ask C++ for what a device in Python cannot provide (``synchronize`` and
+``elapsed_time`` raise), so the two names are replaced, as ``torch.Generator`` is (``generators.py``): by classes that make
+ours for this device, torch's own for any other, and count both as their instances.
+
 An event that is waited for must be over in fact. ``record`` therefore notes the time of the host, and ``synchronize``
 waits for all that was launched; a timing event waits in ``record``, so that ``elapsed_time`` measures the device's
 work.
@@ -12,6 +17,7 @@ work.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import time
@@ -19,12 +25,12 @@ from typing import Any
 
 import torch
 
-from isthmus._device.torch_glue.private import PRIVATE_USE_1
+from isthmus._device.torch_glue import patches, private
 
 _ids = itertools.count()  # the first is that of the default stream: 0, as torch.accelerator has it
 
 
-class Stream(torch.Stream):
+class Stream(private.Stream):  # type: ignore[misc]  # a class of C++
     """A name for an order of work. ``priority`` and ``device`` are accepted, as every order is the same."""
 
     priority: int
@@ -32,7 +38,8 @@ class Stream(torch.Stream):
 
     def __new__(cls, device: Any = None, priority: int = 0, **kwargs: Any) -> Stream:
         """Return a new stream; torch's class, as ``Tensor.record_stream`` takes no other."""
-        made = super().__new__(cls, stream_id=next(_ids), device_index=0, device_type=PRIVATE_USE_1)
+        number = kwargs["stream_id"] if "stream_id" in kwargs else next(_ids)
+        made = super().__new__(cls, stream_id=number, device_index=0, device_type=private.PRIVATE_USE_1)
         made.priority, made._contexts = priority, []
         return made  # type: ignore[no-any-return]
 
@@ -51,6 +58,10 @@ class Stream(torch.Stream):
 
     def wait_event(self, event: Any) -> None:
         """Do nothing: what needs results from before the event waits for these."""
+
+    def is_capturing(self) -> bool:
+        """Return False: XLA captures what it runs by itself."""
+        return False
 
     def record_event(self, event: Any = None) -> Any:
         """Record an event, a new one if none is given, and return it."""
@@ -71,23 +82,33 @@ class Stream(torch.Stream):
         return f"torch.jax.Stream(device=jax:0, id={self.stream_id})"
 
 
-class Event:
+class Event(private.Event):  # type: ignore[misc]  # a class of C++
     """A point in the work of the device; with ``enable_timing`` one whose time is known."""
 
-    def __init__(
-        self,
+    event_id = 0  # in C++ that of an event which was recorded there
+    _timed: bool
+    _time: float | None
+
+    def __new__(
+        cls,
         device: Any = None,
         enable_timing: bool = False,
         blocking: bool = False,
         interprocess: bool = False,
         **kwargs: Any,
-    ) -> None:
+    ) -> Event:
+        """Return a new event; torch's class, as functions of torch's that take events take no other."""
         # Other arguments have no meaning on this device and are taken silently, as torch's own events do.
         if interprocess:
             raise NotImplementedError("an event of 'jax' cannot be shared with another process")
-        self.device, self.event_id = torch.device("jax", 0), next(_ids)
-        self._timed = enable_timing
-        self._time: float | None = None
+        made = super().__new__(cls, torch.device("jax", 0), enable_timing=enable_timing)
+        made.event_id, made._timed, made._time = next(_ids), enable_timing, None
+        return made  # type: ignore[no-any-return]
+
+    @property
+    def device(self) -> torch.device:
+        """The process's one device."""
+        return torch.device("jax", 0)
 
     def record(self, stream: Any = None) -> Event:
         """Note this moment; a timing event waits for the work that was launched before."""
@@ -120,7 +141,7 @@ class Event:
         return (end_event._time - self._time) * 1000.0
 
     def __repr__(self) -> str:
-        return f"torch.jax.Event(device=jax:0, id={self.event_id})"
+        return f"torch.jax.Event(device=jax:0, enable_timing={self._timed})"
 
 
 _default = Stream()
@@ -168,6 +189,43 @@ class StreamContext:
 def stream(stream: Stream | None) -> StreamContext:
     """Return a block inside of which ``stream`` is the current one."""
     return StreamContext(stream)
+
+
+class _ByDevice(type(private.Stream)):  # type: ignore[misc]  # whatever torch's classes are made by
+    """What ``torch.Stream`` and ``torch.Event`` are made by: the class of a call's device is called in their place."""
+
+    def __call__(cls, device: Any = None, *args: Any, **kwargs: Any) -> Any:
+        made_by = vars(cls).get("classes")
+        # A subclass, of torch's own or of a user's, is none of the two.
+        if made_by is None:
+            return super().__call__(*(() if device is None else (device,)), *args, **kwargs)
+        theirs, ours = made_by
+        if kwargs.get("device_type", private.PRIVATE_USE_1) != private.PRIVATE_USE_1:
+            return theirs(*(() if device is None else (device,)), *args, **kwargs)
+        where = torch.accelerator.current_accelerator() if device is None else torch.device(device)
+        if where is not None and where.type == "jax":
+            return ours(device, *args, **kwargs)
+        return theirs(device, *args, **kwargs)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        made_by = vars(cls).get("classes")
+        return super().__instancecheck__(instance) if made_by is None else isinstance(instance, made_by[0])
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        made_by = vars(cls).get("classes")
+        return super().__subclasscheck__(subclass) if made_by is None else issubclass(subclass, made_by[0])
+
+
+def install() -> None:
+    """Let ``torch.Stream`` and ``torch.Event`` know the device; called by ``import torch``."""
+    for ours in (Stream, Event):
+        name = ours.__name__
+        patches.replace("torch", name, functools.partial(_by_device, ours))
+
+
+def _by_device(ours: type, theirs: type) -> type:
+    names = {"classes": (theirs, ours), "__module__": __name__, "__doc__": theirs.__doc__}
+    return _ByDevice(theirs.__name__, (theirs,), names)
 
 
 def record_stream(self: torch.Tensor, s: torch.Stream) -> None:
