@@ -3,10 +3,12 @@
 1. ``build`` makes the sdist and the wheel in ``dist/``, ``twine check --strict`` reads their metadata;
 2. the wheel must hold what the package needs beside its code: the two modules that entry points name, ``py.typed``,
    the schemas; and nothing of the tests;
-3. the wheel is installed into an environment of its own, with torch and JAX as pip finds them (``RELEASE_TORCH`` names
-   another requirement, such as ``torch==2.13.0``), and a model is trained there on the device.
+3. the wheel is installed into an environment of its own, with the torch that ``make venv`` takes (``RELEASE_TORCH``
+   names another requirement) and JAX as pip finds it, and a model is trained there on the device.
 
-Uses nothing but the standard library, so that any Python can start it.
+Each command says how long it took, and has a limit. Nothing is compiled to bytecode while it is installed: torch alone
+has thousands of files, of which this environment imports a part, once. Uses nothing but the standard library, so that
+any Python can start it.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import venv
 import zipfile
 from pathlib import Path
@@ -41,10 +44,22 @@ print("trained on", x.device)
 """
 
 
-def run(*command: str | Path) -> None:
-    """Run a command where the sources are not in the way, and stop if it fails."""
+def run(*command: str | Path, limit: float = 600) -> None:
+    """Run a command where the sources are not in the way; stop if it fails, or takes over ``limit`` seconds."""
     print("$", *command, flush=True)
-    subprocess.run([str(part) for part in command], check=True, cwd=tempfile.gettempdir(), timeout=1800)
+    began = time.monotonic()
+    try:
+        subprocess.run([str(part) for part in command], check=True, cwd=tempfile.gettempdir(), timeout=limit)
+    except subprocess.CalledProcessError as failed:
+        sys.exit(f"that command ended with status {failed.returncode}")
+    except subprocess.TimeoutExpired:
+        sys.exit(f"that command took over {limit:.0f} s")
+    print(f"  {time.monotonic() - began:.0f} s", flush=True)
+
+
+def install(python: Path, *packages: str | Path, limit: float = 600) -> None:
+    """Install packages into an environment."""
+    run(python, "-m", "pip", "install", "--quiet", "--no-compile", *packages, limit=limit)
 
 
 def environment(folder: Path) -> Path:
@@ -67,13 +82,15 @@ def main() -> None:
     shutil.rmtree(DIST, ignore_errors=True)
     with tempfile.TemporaryDirectory() as folder:
         tools = environment(Path(folder) / "tools")
-        run(tools, "-m", "pip", "install", "--quiet", "build", "twine")
+        install(tools, "build", "twine")
         run(tools, "-m", "build", "--outdir", DIST, ROOT)
         run(tools, "-m", "twine", "check", "--strict", *sorted(DIST.iterdir()))
         (wheel,) = DIST.glob("*.whl")
         check_contents(wheel)
         user = environment(Path(folder) / "user")
-        run(user, "-m", "pip", "install", "--quiet", os.environ.get("RELEASE_TORCH", "torch"), wheel)
+        # torch by itself and by name first, so that no later requirement can bring another build of it.
+        install(user, os.environ.get("RELEASE_TORCH", "torch==2.13.0"), limit=1800)
+        install(user, wheel, limit=1200)
         run(user, "-c", TRY)
         run(user.parent / "isthmus", "doctor")
     print("ready to publish:", *sorted(path.name for path in DIST.iterdir()))

@@ -111,7 +111,7 @@ def attributes_after(stage: str, autoload: str = "1") -> dict[str, str]:
     return json.loads(python(f"{stage}\nshow({EXTRA})", autoload, prefix=ATTRIBUTES))
 
 
-# What Dynamo makes of ``torch.Event`` and ``torch.Stream`` when it is imported: a class derived from one, and another name.
+# What Dynamo makes of ``torch.Event`` and ``torch.Stream`` at its import: a class derived from one, another name.
 FOLLOW = {
     "torch._dynamo.device_interface.CpuInterface.Event",
     "torch._dynamo.variables.streams.StreamVariable._cpython_type",

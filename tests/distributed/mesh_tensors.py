@@ -424,9 +424,9 @@ def op_gradients() -> None:
 
 
 def bytes_of(array: jax.Array) -> int:
-    """Return the bytes of an array on all devices; 0 for a number such as Adam's step size, of which a cache keeps some.
+    """Return the bytes of an array on all devices; 0 for numbers such as Adam's step size, of which a cache keeps some.
 
-    Its shards are not looked at: that would make more arrays, and hold this one.
+    Its shards are not looked at, which would make more arrays.
     """
     shard = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
     return shard * len(array.sharding.device_set) if array.ndim else 0

@@ -3,8 +3,8 @@
 A program that makes zeros costs more than the memory of small ones, so ``zeros`` hands out the same array again. It
 must never be donated, which donation sees by its reference count. A write would then need a program without donation,
 for the first write to a tensor alone, and one with it for all later ones: the second one of an optimizer's state would
-be compiled in the second step, that of the buckets that ``DistributedDataParallel`` makes anew in the second step in the
-third. So a write takes zeros of its own (``own_zeros``), and only the program with donation is ever compiled::
+be compiled in the second step, that of the buckets which ``DistributedDataParallel`` makes anew in the second step in
+the third. So a write takes zeros of its own (``own_zeros``), and only the program with donation is ever compiled::
 
     m = torch.zeros_like(w)     # the shared array
     m.lerp_(g, 0.1)             # own_zeros, then the program that donates

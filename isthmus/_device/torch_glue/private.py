@@ -36,7 +36,9 @@ _AUTOCASTS = [key for name, key in torch._C.DispatchKey.__members__.items() if n
 empty_tensor = torch._C._acc.create_empty_tensor
 PRIVATE_USE_1 = int(torch._C._autograd.DeviceType.PrivateUse1)  # type: ignore[call-overload]
 # ``torch.Generator`` is replaced (generators.py), and so are the other two (streams.py).
-Generator, Stream, Event = torch._C.Generator, torch._C.Stream, torch._C.Event
+Generator = torch._C.Generator
+Stream = torch._C.Stream
+Event = torch._C.Event
 
 
 def contents(storage: Any) -> Any:

@@ -7,8 +7,8 @@ nothing else.
 
 They are torch's generic ``torch.Stream("jax")`` and ``torch.Event("jax")`` too, as ``torch.accelerator`` hands them
 out. Those are static types, whose methods ask C++ for what a device in Python cannot provide (``synchronize`` and
-``elapsed_time`` raise), so the two names are replaced, as ``torch.Generator`` is (``generators.py``): by classes that make
-ours for this device, torch's own for any other, and count both as their instances.
+``elapsed_time`` raise), so the two names are replaced, as ``torch.Generator`` is (``generators.py``): by classes that
+make ours for this device, torch's own for any other, and count both as their instances.
 
 An event that is waited for must be over in fact. ``record`` therefore notes the time of the host, and ``synchronize``
 waits for all that was launched; a timing event waits in ``record``, so that ``elapsed_time`` measures the device's
@@ -30,7 +30,7 @@ from isthmus._device.torch_glue import patches, private
 _ids = itertools.count()  # the first is that of the default stream: 0, as torch.accelerator has it
 
 
-class Stream(private.Stream):  # type: ignore[misc]  # a class of C++
+class Stream(private.Stream):
     """A name for an order of work. ``priority`` and ``device`` are accepted, as every order is the same."""
 
     priority: int
@@ -82,7 +82,7 @@ class Stream(private.Stream):  # type: ignore[misc]  # a class of C++
         return f"torch.jax.Stream(device=jax:0, id={self.stream_id})"
 
 
-class Event(private.Event):  # type: ignore[misc]  # a class of C++
+class Event(private.Event):
     """A point in the work of the device; with ``enable_timing`` one whose time is known."""
 
     event_id = 0  # in C++ that of an event which was recorded there
@@ -106,11 +106,11 @@ class Event(private.Event):  # type: ignore[misc]  # a class of C++
         return made  # type: ignore[no-any-return]
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device:  # type: ignore[override]  # read-only in torch too, whatever its stub says
         """The process's one device."""
         return torch.device("jax", 0)
 
-    def record(self, stream: Any = None) -> Event:
+    def record(self, stream: Any = None) -> Event:  # type: ignore[override]  # torch's returns nothing
         """Note this moment; a timing event waits for the work that was launched before."""
         # The time is that of the host, once the device is done.
         if self._timed:
@@ -132,7 +132,7 @@ class Event(private.Event):  # type: ignore[misc]  # a class of C++
         if self._time is not None:
             _wait()
 
-    def elapsed_time(self, end_event: Event) -> float:
+    def elapsed_time(self, end_event: Event) -> float:  # type: ignore[override]  # of this device alone
         """Return the milliseconds from this event to another; both must have been made with ``enable_timing``."""
         if not (self._timed and end_event._timed):
             raise ValueError("both events must be created with argument 'enable_timing=True'")
