@@ -108,12 +108,15 @@ def test_small_programs_do_not_ask_for_memory(monkeypatch: pytest.MonkeyPatch) -
     asked: list[int] = []
     # Threads that other tests left behind would make the call wait for them, and not try its other program.
     monkeypatch.setattr(donation, "threaded", lambda: False)
-    monkeypatch.setattr(memory, "free", lambda: asked.append(1) or -1)  # an add in place needs nothing
+    room = [-1]  # an add in place needs nothing
+    monkeypatch.setattr(memory, "free", lambda: asked.append(1) or room[-1])
     x = torch.zeros(1237, device="jax")
     assert x.add_(3).add_(3).sum().item() == 6 * 1237  # the first writes to zeros that others share
     assert not asked
     monkeypatch.setattr(memory, "_LARGE", 0)
+    room.append(1 << 40)
     y = torch.zeros(1238, device="jax").add_(3)
+    room.append(-1)
     assert y.add_(3).sum().item() == 6 * 1238  # by the program that does not overwrite its input
     assert asked
     monkeypatch.undo()
