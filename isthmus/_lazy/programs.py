@@ -442,7 +442,9 @@ def dying(family: Family, held: Set[int] = frozenset()) -> frozenset[int]:
     arrays = trace.arrays
     # Counted in the trace's own list: a local name for an array would be one reference more.
     alone = [at for at in family.donatable if at not in held and getrefcount(arrays[at]) == _OWNED]
-    return frozenset([at for at in alone if type(arrays[at]) is not Slack or donation.is_unshared(arrays[at])])
+    return frozenset(
+        [at for at in alone if type(arrays[at]) is not Slack or donation.is_unshared(arrays[at])]
+    )
 
 
 def restore(error: BaseException) -> None:
