@@ -117,8 +117,8 @@ class Interrupts:
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Raise KeyboardInterrupt as Python's own handler does, or have C++'s answer raise it."""
-        # Signals are handled once between a fetch and its call. Were an answer ever fetched and not called for, a second
-        # Ctrl-C would find that the first still waits.
+        # Signals are handled once between a fetch and its call. Were an answer ever fetched and not called for, a
+        # second Ctrl-C would find that the first still waits.
         if self.asked and self.asked[-1] is not self.postponed:
             self.asked[-1] = self.postponed
             return
