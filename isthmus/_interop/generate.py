@@ -104,6 +104,14 @@ def _check_place(model: nn.Module) -> None:
         raise IsthmusError(
             "isthmus.generate: the model is in train mode, where it drops values; call model.eval()"
         )
+    hooked = [
+        name for name, module in model.named_modules() if module._forward_hooks or module._forward_pre_hooks
+    ]
+    if hooked:
+        raise IsthmusError(
+            f"isthmus.generate: {hooked[0] or 'the model'} has a forward hook, whose Python would run once, when the "
+            f"program is traced, and not for each token; remove it, or call model.generate"
+        )
     if mode.current.capture is not None:
         raise IsthmusError("isthmus.generate inside isthmus.jit: it is a program of its own, call it outside")
 
