@@ -196,8 +196,9 @@ def xla_flags() -> str:
 
 def cluster() -> dict[str, str]:
     """Return the variables of a launcher of several processes: torchrun, SLURM, Open MPI, Cloud TPU."""
+    # Of SLURM's those of srun, which starts several: the one process of a batch script has SLURM_JOB_ID as well.
     names = (
-        "RANK", "WORLD_SIZE", "MASTER_ADDR", "SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri", "TPU_WORKER_HOSTNAMES",
+        "RANK", "WORLD_SIZE", "MASTER_ADDR", "SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri", "TPU_WORKER_HOSTNAMES",
         "MEGASCALE_COORDINATOR_ADDRESS",
     )  # fmt: skip
     return {name: os.environ[name] for name in names if name in os.environ}

@@ -53,7 +53,16 @@ def initialize(
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # Where JAX finds the others by itself, SIGTERM may announce that the machine will be taken away, and JAX listens.
     with endings.without_preemption_service() if plan else contextlib.nullcontext():
-        jax.distributed.initialize(**plan, initialization_timeout=int(timeout))
+        try:
+            jax.distributed.initialize(**plan, initialization_timeout=int(timeout))
+        except ValueError as error:
+            if plan:
+                raise
+            raise IsthmusError(
+                f"isthmus.distributed.initialize: {', '.join(config.cluster())} in the environment names a launcher of "
+                f"several processes, but JAX cannot tell from it where they meet ({error})\n"
+                f"  to go on     initialize(coordinator_address='host:port', num_processes=..., process_id=...)"
+            ) from error
     endings.watch(lambda words: None)
 
 

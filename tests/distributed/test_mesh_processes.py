@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +16,7 @@ import torch
 
 import isthmus
 from isthmus._distributed import hosts
-from tests.distributed.mesh_process import ended, run
+from tests.distributed.mesh_process import ROOT, ended, run
 
 
 @pytest.mark.timeout(400)
@@ -66,7 +71,7 @@ def test_a_process_killed_in_a_save_leaves_the_old_checkpoint(how: str, rank: st
             {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"},
             {"coordinator_address": "a:1", "num_processes": 2, "process_id": 1},
         ),
-        ({"SLURM_JOB_ID": "7"}, {}),
+        ({"SLURM_STEP_NODELIST": "a"}, {}),
         ({"TPU_WORKER_HOSTNAMES": "a,b"}, {}),
     ],
 )
@@ -82,3 +87,55 @@ def test_initialize_reads_the_environment(
 def test_a_group_without_an_address_is_refused() -> None:
     with pytest.raises(ValueError, match="coordinator_address"):
         hosts.joining({}, None, 2, 0, 1)
+
+
+STARTS = """
+import isthmus.distributed as dist
+dist.initialize(timeout=60)
+import jax, torch
+from torch.distributed.tensor import Shard
+mesh = dist.init_device_mesh((jax.device_count(),), ("dp",))
+x = dist.distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
+print("said:", jax.process_count(), x.sum().item())
+"""
+
+
+def started(**variables: str) -> subprocess.Popen[str]:
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "XLA_FLAGS")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    return subprocess.Popen(
+        [sys.executable, "-c", STARTS],
+        env={**environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def free_job() -> int:
+    """Return the number of a SLURM job of whose number JAX makes a port that nothing listens on."""
+    for job in range(os.getpid() % 4096, 1 << 14):
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("", job % 4096 + 61440))
+            return job
+    raise AssertionError("every port is taken")
+
+
+def test_processes_that_srun_starts_find_each_other() -> None:
+    job = {"SLURM_JOB_ID": str(free_job()), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
+    both = [started(**job, SLURM_PROCID=rank, SLURM_LOCALID=rank, SLURM_STEP_NUM_NODES="1") for rank in "01"]
+    for process in both:
+        try:
+            assert "said: 2 28.0" in process.communicate(timeout=150)[0]
+        finally:
+            process.kill()
+
+
+def test_one_process_of_a_batch_script_is_alone() -> None:
+    assert "said: 1 28.0" in started(SLURM_JOB_ID="7", SLURM_NTASKS="4").communicate(timeout=150)[0]
+
+
+def test_an_environment_that_says_too_little_is_named() -> None:
+    said = started(TPU_WORKER_HOSTNAMES="a,b").communicate(timeout=150)[0]
+    assert "TPU_WORKER_HOSTNAMES in the environment names a launcher" in said
+    assert "coordinator_address='host:port'" in said
