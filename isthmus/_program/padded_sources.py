@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from sys import getrefcount
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import jax
 
@@ -51,7 +51,8 @@ def run(
         with donation.lock:
             found = _taken(sources, written)
             # Recorded since then: a thread that records waits for this lock, so it must not be waited for here.
-            if not any([type(held) is Node for held in found.arrays]):
+            kinds: set[type] = set(map(type, found.arrays))
+            if Node not in kinds:
                 return program.run(sizes, found, rest, commit, residence)
 
 
@@ -88,8 +89,8 @@ def _is_dying(sources: Sequence[Source], n: int) -> bool:
 def _held(source: Source) -> Held:
     if not isinstance(source, Buffer):
         return source
-    held: Held = source.held if _is_padded(source) else donation.settled(source)
-    return held
+    # A node, if another thread has recorded one; ``run`` waits then.
+    return cast(Held, source.held if _is_padded(source) else donation.settled(source))
 
 
 def _is_padded(source: Buffer) -> bool:
