@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, StaticCache
 from transformers.cache_utils import StaticLayer
 
@@ -398,9 +398,31 @@ def _on_device(numbers: np.ndarray[Any, Any], width: int) -> Array:
 def _state_of(model: PreTrainedModel, parameters: dict[str, Array]) -> Any:
     """Return the key of a program of the model: all it depends on beside its inputs' values."""
     arrays = tuple((name, array.shape, array.dtype) for name, array in parameters.items())
-    modules = tuple((name, type(module)) for name, module in model.named_modules())
+    modules = tuple((name, type(module), _plain_state(module)) for name, module in model.named_modules())
     cast = torch.get_autocast_dtype("jax") if torch.is_autocast_enabled("jax") else None
-    return arrays, modules, model.config._attn_implementation, cast
+    # Its forward may read any setting; the text has them all.
+    return (
+        arrays,
+        modules,
+        model.config.to_json_string(use_diff=False),
+        model.config._attn_implementation,
+        cast,
+    )
+
+
+def _plain_state(module: nn.Module) -> tuple[Any, ...]:
+    """Return what a module's forward may read and is no tensor: numbers, names of adapters, a forward of its own."""
+    values = vars(module)
+    texts = [f"{name}={values[name]!r}" for name in sorted(values) if _is_plain(values[name])]
+    return (values.get("forward"), *texts)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(item) for pair in value.items() for item in pair)
+    if isinstance(value, (list, tuple, set)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str, torch.dtype))
 
 
 def _layers(model: PreTrainedModel) -> list[Any]:

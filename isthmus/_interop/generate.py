@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from isthmus._device.core import mode
+from isthmus._device.torch_glue.private import has_forward_hooks
 from isthmus.errors import IsthmusError
 
 if TYPE_CHECKING:
@@ -103,6 +104,12 @@ def _check_place(model: nn.Module) -> None:
     if model.training:
         raise IsthmusError(
             "isthmus.generate: the model is in train mode, where it drops values; call model.eval()"
+        )
+    hooked = [name for name, module in model.named_modules() if has_forward_hooks(module)]
+    if hooked:
+        raise IsthmusError(
+            f"isthmus.generate: {hooked[0] or 'the model'} has a forward hook, whose Python would run once, when the "
+            f"program is traced, and not for each token; remove it, or call model.generate"
         )
     if mode.current.capture is not None:
         raise IsthmusError("isthmus.generate inside isthmus.jit: it is a program of its own, call it outside")

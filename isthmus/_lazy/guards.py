@@ -9,8 +9,8 @@ A training step has hundreds of tensors and dicts, so there are two checks. ``Fa
 that run in C. Where it fails, because a list was rebuilt, say, the slow comparison decides whether things are equal
 all the same.
 
-What can go wrong: state that is neither a module, an optimizer nor a tensor (a number in a global list) is not seen.
-docs/lazy.md says so to users.
+What can go wrong: state that is in neither a module, an optimizer nor a tensor (a number in a global list, an attribute
+of a settings object that a module holds) is not seen. docs/lazy.md says so to users.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ _PLAIN = (bool, int, float, complex, str, tuple, type(None))
 _BACKWARD_HOOKS, _GRADIENT_HOOKS = (attrgetter(name) for name in TENSOR_HOOKS)
 _BUFFER = attrgetter("_buffer")
 _DICTS = (*MODULE_PARTS, *MODULE_HOOKS)
+# What every module has, hooks among it, is compared apart or changes nothing.
+_OF_ANY_MODULE = frozenset(vars(nn.Module()))
+# Larger containers (a vocabulary) are compared by identity alone: they are looked at before every replay.
+_SMALL, _NESTED = 64, 3
 
 
 class Guard:
@@ -45,7 +49,7 @@ class Guard:
     def __init__(self, roots: Roots) -> None:
         # A copy: the roots of the next call are compared with it.
         self.places = dict(roots.places)
-        self.modules = [(m, dict(vars(m)), _held(m)) for m in roots.modules]
+        self.modules = [(m, _settings_of_module(m), _held(m)) for m in roots.modules]
         self.optimizers = [(o, _settings(o), _states(o)) for o in roots.optimizers]
         # Tensors that a variable or an argument holds itself, and not by way of a module or an optimizer.
         alone = {id(value) for value in self.places.values() if isinstance(value, Tensor)}
@@ -168,6 +172,21 @@ def _same(now: dict[str, Any], before: dict[str, Any]) -> bool:
         return bool(now == before)  # objects that are the same are not compared any further
     except Exception:
         return False  # a tensor took the place of another, and they were compared by their elements
+
+
+def _settings_of_module(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module; lists and dicts of its own as copies, since they may change in place."""
+    own = vars(module)
+    return {name: value if name in _OF_ANY_MODULE else _copied(value, _NESTED) for name, value in own.items()}
+
+
+def _copied(value: Any, depth: int) -> Any:
+    """Return a copy of a small container and of those in it, and anything else as it is."""
+    if type(value) not in (list, dict, set) or len(value) > _SMALL or not depth:
+        return value
+    if isinstance(value, dict):
+        return {key: _copied(item, depth - 1) for key, item in value.items()}
+    return type(value)(_copied(item, depth - 1) for item in value)
 
 
 def _held(module: nn.Module) -> list[Any]:

@@ -30,7 +30,8 @@ def python(code: str, autoload: str = "1", prefix: str = "") -> str:
     return str(ran.stdout).strip()
 
 
-# Every attribute of every module and class of torch, by what it is and where it is written; not by what it holds.
+# Every attribute of every module and class of torch, and of Python's signal, by what it is and where it is written;
+# not by what it holds.
 ATTRIBUTES = '''
 import json, sys, types
 CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType,
@@ -48,7 +49,7 @@ def attributes():
     found, classes = {}, {}
     code = (*CODE, dict, sys.modules["torch._C"]._ImperativeEngine)
     for name, module in sorted(sys.modules.items()):
-        if module is None or name.split(".")[0] != "torch":
+        if module is None or name.split(".")[0] not in ("torch", "signal"):
             continue
         for attribute, value in list(vars(module).items()):
             if isinstance(value, type) and str(value.__module__).split(".")[0] == "torch":

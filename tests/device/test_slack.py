@@ -178,7 +178,6 @@ def test_a_copy_does_not_share_what_is_written() -> None:
 
 
 def test_a_read_leaves_an_exact_array_in_the_buffer() -> None:
-    isthmus.config.shapes = "exact"  # a program for a range, if another test has made one, takes the padding
     x = with_slack()
     x.sum().item()
     held = buffer_of(x).held

@@ -149,6 +149,35 @@ def interrupted_questions() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def interrupted_answers() -> None:
+    """Ctrl-C after torch has fetched what answers, where pybind11 lets Python handle signals: C++ gets its answer."""
+    from isthmus._device.torch_glue import engine_errors
+
+    guard = registration._state["guard"]
+    check_works()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    fetch = functools.partial(getattr, guard, "type_")
+    answer = fetch()
+    device = answer()
+    for _ in range(2):
+        answers: list[Any] = []
+        # ``str`` handles signals. No bytecode of Python's lies between these calls.
+        calls = [fetch, _thread.interrupt_main, functools.partial(str, "type_"), answer]
+        error = caught(lambda answers=answers, calls=calls: answers.extend(map(operator.call, calls)))
+        assert type(error) is KeyboardInterrupt, error
+        assert answers == [answer, None, "type_", device], answers
+        check_works()
+    # Python's own handler, as Jupyter puts it back for each cell, is ours again after a pass.
+    signal.signal(signal.SIGINT, engine_errors.interrupts.default)
+    check_works()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    # An answer that nobody calls for does not put Ctrl-C off for ever.
+    fetch()
+    assert caught(lambda: signal.raise_signal(signal.SIGINT)) is None
+    assert type(caught(lambda: signal.raise_signal(signal.SIGINT))) is KeyboardInterrupt
+    check_works()
+
+
 def storm(seconds: float = 1.0) -> None:
     """Signals at any moment of a pass, with and without exceptions of hooks: each ends in one or the other."""
     inside = done = False

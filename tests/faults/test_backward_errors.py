@@ -49,7 +49,17 @@ def test_every_place_was_visited(records: Any) -> None:
 
 
 # Those of one process run one after the other; the last two must come before the first tensor.
-PROCESSES = [["threads", "tracing", "handling", "signals_in_hooks", "interrupted_questions", "storm"]]
+PROCESSES = [
+    [
+        "threads",
+        "tracing",
+        "handling",
+        "signals_in_hooks",
+        "interrupted_questions",
+        "interrupted_answers",
+        "storm",
+    ]
+]
 PROCESSES += [["modes"], ["switched_off"], ["without_carrying"]]
 
 

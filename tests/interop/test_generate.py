@@ -257,6 +257,46 @@ def test_a_model_elsewhere_or_in_train_mode_is_refused() -> None:
         ours.eval()
 
 
+def test_what_a_model_reads_beside_its_tensors_may_change() -> None:
+    """Programs have numbers of modules, settings and methods compiled in; a model where one changed has others."""
+    tokens = prompt(2, 6)
+    model = llama()
+    ours = copy.deepcopy(model).to("jax")
+    before = isthmus.generate(ours, tokens.to("jax"), max_new_tokens=6, do_sample=False).cpu()
+
+    def changed(of: Any) -> list[Any]:
+        def scaling() -> None:
+            for layer in of.model.layers:
+                layer.self_attn.scaling = 8.0
+
+        def eps() -> None:
+            of.model.norm.variance_epsilon = 1e3
+
+        def forward() -> None:
+            of.lm_head.forward = lambda x: nn.functional.linear(x, -of.lm_head.weight)
+
+        return [scaling, eps, forward]
+
+    for change, same in zip(changed(model), changed(ours), strict=True):
+        change()
+        same()
+        expected = model.generate(tokens, max_new_tokens=6, do_sample=False)
+        assert (
+            isthmus.generate(ours, tokens.to("jax"), max_new_tokens=6, do_sample=False).tolist()
+            == expected.tolist()
+        )
+    assert before.tolist() != expected.tolist()
+
+
+def test_hooks_are_refused() -> None:
+    model = copy.deepcopy(llama()).to("jax")
+    for register in (nn.Module.register_forward_hook, nn.Module.register_forward_pre_hook):
+        handle = register(model.model.layers[1], lambda *args: None)
+        with pytest.raises(IsthmusError, match=r"model\.layers\.1 has a forward hook"):
+            isthmus.generate(model, prompt(1, 4).to("jax"), max_new_tokens=2)
+        handle.remove()
+
+
 def test_programs_leave_with_their_model() -> None:
     config = transformers.GPT2Config(n_layer=1, n_head=1, n_embd=4, vocab_size=8, n_positions=40)
     model = transformers.GPT2LMHeadModel(config).eval().to("jax")

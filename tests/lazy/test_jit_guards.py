@@ -210,6 +210,38 @@ def test_the_training_flag() -> None:
     assert len(runs) == recorded + 2
 
 
+class Scaled(nn.Module):
+    """Numbers in containers, as adapters have them: they change in place, and the attribute stays the same object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.names, self.scales, self.nested = ["one"], {"one": 2.0, "two": 3.0}, {"deep": [{"factor": 1.0}]}
+        self.dropped: set[str] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x) * self.scales[self.names[-1]] * self.nested["deep"][0]["factor"]
+        return x if "bias" in self.dropped else x + 1
+
+
+CONTAINERS: list[Callable[[Scaled], Any]] = [
+    lambda m: m.scales.update(one=5.0),
+    lambda m: m.names.append("two"),
+    lambda m: m.nested["deep"][0].update(factor=7.0),
+    lambda m: m.dropped.add("bias"),
+]
+
+
+@pytest.mark.parametrize("change", CONTAINERS, ids=["a dict", "a list", "one inside others", "a set"])
+def test_containers_of_a_module_that_change(change: Callable[[Scaled], Any]) -> None:
+    model, x = Scaled().to("jax").requires_grad_(False), torch.ones(2, 3, device="jax")
+    f = isthmus.jit(model)
+    for _ in range(3):
+        before = f(x)
+    change(model)
+    assert f(x).tolist() == model(x).tolist() != before.tolist()
+
+
 def test_a_module_that_gets_another_layer() -> None:
     model = nn.Sequential(linear())
     f, _ = counted(torch.no_grad()(lambda x: model(x)))

@@ -232,6 +232,24 @@ def train(device: str, lengths: list[int], dropout: float) -> list[float]:
 TWENTY = [54, 34, 23, 40, 42, 13, 14, 25, 52, 39, 27, 20, 19, 30, 36, 29, 37, 47, 45, 55]
 
 
+@pytest.mark.parametrize("exactly", [True, False], ids=["an exact program", "a program for a range"])
+def test_what_a_read_has_cut_is_not_overwritten(exactly: bool) -> None:
+    """Between recording and running, a read takes the padding of a leaf away: then a tensor holds what was cut."""
+    with isthmus.lazy():
+        for n in (5000, 5100, 5200):
+            x = torch.ones(n).to("jax") * 2 + 1
+            isthmus.sync()
+            y = x.neg()  # has a program for a range from the second size on
+            isthmus.sync()
+        padded = torch.ones(5300).to("jax") * 2 + 1
+        isthmus.sync()
+        assert type(buffer_of(padded).held) is Slack
+        y = padded * 3 - 7 if exactly else padded.neg()
+        assert padded.tolist() == [3.0] * 5300
+        assert y.tolist() == [2.0 if exactly else -3.0] * 5300
+        assert padded.tolist() == [3.0] * 5300
+
+
 def test_training_on_sentences_of_many_lengths() -> None:
     compilations = Compilations()
     with isthmus.lazy():

@@ -14,8 +14,10 @@ pending error away, and ``run_backward`` of torch's engine, the one place that e
   for the pass; passes inside passes have lists of their own. Nothing else holds the list: an error not raised goes
   with it. torch 2.11 cannot take such a list back, and there errors are told apart by thread (``OwnersByThread``).
 - **Ctrl-C.** pybind11 lets Python handle signals between getting ``type_`` and calling it, where C++ allows no
-  exception. So the getter takes back a Ctrl-C that Python has not handled yet, and the call repeats it. A signal that
-  arrives while C++ runs a pass on the main thread is handled when the pass has ended (``Signals``).
+  exception. The getter puts the answer into a list and the call takes it out, so Python's handler of Ctrl-C, which is
+  ours from the first tensor on, knows that it is called in between and puts the signal off (``Interrupts``). For
+  handlers of others the getter takes back a Ctrl-C that Python has not handled yet, and the call repeats it. A signal
+  that arrives while C++ runs a pass on the main thread is handled when the pass has ended (``Signals``).
 
 docs/faults.md tells users, and says which change in torch would make all this unnecessary.
 """
@@ -91,11 +93,60 @@ _interrupted = ctypes.PYFUNCTYPE(ctypes.c_int)(("PyOS_InterruptOccurred", ctypes
 """Says, 1 or 0, whether a Ctrl-C waits for its handler, and takes it back; 0 on other threads than the main one."""
 
 
-def _interrupts(answer: Any) -> Callable[[], Any]:
-    """Return a function in C that repeats a Ctrl-C, for Python to handle at its next bytecode, and answers."""
-    repeated = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int)(("PyErr_SetInterruptEx", ctypes.pythonapi))
-    repeated.restype = (answer,).__getitem__  # of 0, which it returns
-    return functools.partial(repeated, _signal.SIGINT)
+class Interrupts:
+    """Ctrl-C while C++ asks the guard: what answers, and a handler that lets C++ have its answer first.
+
+    ``asked`` holds what answers from the fetch of ``type_`` to its call, of which no other thread runs anything: all
+    of it is C with the GIL held. The handler exchanges it for what repeats the Ctrl-C as well, for Python to handle at
+    the next bytecode.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[Callable[[], Any]] = []
+        self.postponed: Callable[[], Any] = bool
+        self.default = _signal.default_int_handler
+        self.ours = self.handle  # one object, to be recognized by
+
+    def answering(self, answer: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        """Return functions in C that answer: plainly, and so that a Ctrl-C is repeated."""
+        repeated = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int)(("PyErr_SetInterruptEx", ctypes.pythonapi))
+        repeated.restype = (answer,).__getitem__  # of 0, which it returns
+        # Two objects: the handler must know its own.
+        self.postponed = functools.partial(repeated, _signal.SIGINT)
+        return repeat(answer).__next__, functools.partial(repeated, _signal.SIGINT)
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Raise KeyboardInterrupt as Python's own handler does, or have C++'s answer raise it."""
+        # Signals are handled once between a fetch and its call. Were an answer ever fetched and not called for, a
+        # second Ctrl-C would find that the first still waits.
+        if self.asked and self.asked[-1] is not self.postponed:
+            self.asked[-1] = self.postponed
+            return
+        self.asked.clear()
+        self.default(number, frame)
+
+    def install(self) -> None:
+        """Be what ``signal.default_int_handler`` is, and the handler where that one is in place.
+
+        Who looks whether Python's own handler is there, as ``asyncio.run`` does, so still finds it.
+        """
+        patches.replace("signal", "default_int_handler", lambda theirs: self.ours)
+        if threading.current_thread() is threading.main_thread():
+            self.current(_signal.SIGINT)
+
+    def current(self, number: int) -> Any:
+        """Return the handler of a signal, on the main thread; Python's own for Ctrl-C becomes ours first.
+
+        Jupyter puts Python's own back before each cell.
+        """
+        handler = _signal.getsignal(number)
+        if handler is self.default:
+            handler = self.ours
+            _signal.signal(number, handler)
+        return handler
+
+
+interrupts = Interrupts()
 
 
 Errors = list[BaseException]
@@ -206,11 +257,14 @@ class Guarding:
 
     def __init__(self, guard: Any, answer: Any) -> None:
         indicator = _Indicator()
-        # pybind11 calls no PyCFunction, which it takes for a method that is not overridden; ``__next__`` is none.
-        ways = (repeat(answer).__next__, _interrupts(answer))
+        ways, asked = interrupts.answering(answer), interrupts.asked
         taken = map(_Answers(indicator.none, ways, indicator).__getitem__, indicator.taken)
         # mypy takes ``getitem`` for its overload of slices.
-        answers: Any = map(operator.getitem, taken, iter(_interrupted, -1))
+        chosen: Any = map(operator.getitem, taken, iter(_interrupted, -1))
+        # pybind11 calls no PyCFunction, which it takes for a method that is not overridden; a partial is none.
+        call = functools.partial(next, map(operator.call, iter(asked.pop, None)))
+        # ``append`` returns None.
+        answers = map({None: call}.__getitem__, map(asked.append, chosen))
         if next(answers)() is not answer:
             raise TypeError("an error is found where none is pending")
         # The guard, which the property gives to its getter, becomes next's default, which is never needed.
@@ -266,7 +320,7 @@ class Signals:
     def begin(self) -> None:
         """Take the place of the handlers that are Python functions."""
         for number in self.numbers if private.runs_backward_here() else self.numbers[:1]:
-            handler = _signal.getsignal(number)
+            handler = interrupts.current(number)
             if callable(handler):
                 self.theirs[number] = handler
                 _signal.signal(number, self.ours)
@@ -304,6 +358,7 @@ def install(guard: Any, answer: Any) -> None:
     guarding = _guarding(guard, answer)
     if guarding is not None:
         _take_over(guarding)
+        interrupts.install()
 
 
 @optional("an exception in Python during backward ends the process", lambda guard, answer: None)

@@ -1,4 +1,4 @@
-"""Every patch of torch and JAX, in one table: what is replaced, when, in which versions, and why nothing gentler does.
+"""Every patch of torch, JAX and Python, in one table: what is replaced, when, in which versions, and why so.
 
 ``replace`` is the only function of the package that puts something else where torch or JAX keeps a name of its own, and
 it refuses what has no row here. The modules that know the replacement call it:
@@ -306,6 +306,12 @@ TABLE: tuple[Patch, ...] = (
         CALL,
         "JAX learns the containers that torch's pytrees know and a function returned, such as those of transformers",
         adds=True,
+    ),
+    Patch(
+        "signal",
+        "default_int_handler",
+        TENSOR,
+        "a Ctrl-C that Python handles while torch's C++ asks for the type of the device would end the process",
     ),
     Patch(
         "multiprocessing.reduction.ForkingPickler",

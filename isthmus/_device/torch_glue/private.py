@@ -382,6 +382,11 @@ STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
+def has_forward_hooks(module: torch.nn.Module) -> bool:
+    """Return whether Python of the user's runs before or after a module's forward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
 def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
     """Return a module's own parameters by name, tied ones and those that are None among them."""
     return module._parameters
