@@ -76,7 +76,7 @@ class RangedRun:
         padded_sources.run(program, match.sizes, inputs, written, compiled.arguments([], (), ()), keep)
         result = self.wrap(args, new[len(self.targets) :])
         args.clear()
-        compiled.report(outputs, auto=self.auto)
+        program.report(outputs, auto=self.auto, sizes=match.sizes)
         return result
 
     def _match(self, args: list[Any], sources: list[Any]) -> Match | None:
@@ -121,7 +121,7 @@ def _find(
     sources: Sequence[Any],
     others: Callable[[], list[Graph]] | None = None,
 ) -> Match | None:
-    given = lambda slots: padded_sources.given([sources[at] for at in slots], set())  # noqa: E731
+    given = lambda slots: padded_sources.given([sources[at] for at in slots])  # noqa: E731
     options = one.program.options.xla
     try:
         graph = _lifted(one, offsets)

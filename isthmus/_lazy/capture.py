@@ -377,7 +377,7 @@ class Capture:
             if not self.complete:
                 residence.give_back()
             raise
-        program.report(outputs, execution.lines)
+        execution.report(outputs)
 
 
 def _used(sources: list[tuple[str, Any]], outputs: Outputs) -> set[int]:

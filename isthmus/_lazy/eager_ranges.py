@@ -169,7 +169,7 @@ class OneCall:
             results, outputs = program.run(match.sizes, self._given(inputs, program.slots), rest, _both)
         except Refused:
             return self._exactly(inputs, values)
-        compiled.report(outputs, auto=value_checks.auto())
+        program.report(outputs, auto=value_checks.auto(), sizes=match.sizes)
         tensors = iter([make(value) for make, value in zip(self._makers, results, strict=True)])
         return self._assemble([None if spec is None else next(tensors) for spec in self.builder.fresh])
 

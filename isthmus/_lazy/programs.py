@@ -197,9 +197,10 @@ _families: LruCache[tuple[Any, ...], Family] = LruCache(
 )
 
 
-def materialise(buffer: Buffer | None = None, because: str = "") -> None:
+def materialise(buffer: Buffer | None = None, because: str = "") -> Any:
     """Run everything this thread has recorded, or the thread that recorded a buffer, whose result can still be read.
 
+    Returns what the buffer holds then: its thread may have recorded another node before the caller looks.
     ``because`` is reported as the cause where no ``mode.reason`` block may say otherwise.
     """
     forks.check()
@@ -208,6 +209,7 @@ def materialise(buffer: Buffer | None = None, because: str = "") -> None:
         trace.enter(mine if buffer is None else buffer.recorder)
         try:
             settle = _materialise(because)
+            held = None if buffer is None else buffer.held
         except Exception as error:
             tracebacks.shorten(error)
             raise
@@ -215,6 +217,7 @@ def materialise(buffer: Buffer | None = None, because: str = "") -> None:
             trace.enter(mine)
     settle()
     recompile_warnings.warn()
+    return held
 
 
 def _materialise(because: str) -> Callable[[], None]:

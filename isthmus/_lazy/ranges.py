@@ -122,7 +122,7 @@ def run(
         commit(values)
 
     program.run(match.sizes, given(program.slots), rest, keep)
-    return lambda: compiled.report(outputs, lines_of(match, lines))
+    return lambda: program.report(outputs, lines_of(match, lines), sizes=match.sizes)
 
 
 def lines_of(match: Match, lines: Mapping[Node, str]) -> dict[Node, str]:

@@ -120,6 +120,14 @@ class Execution:
             return self._ranged(run, program, trace.draws, bind, residence)
         return self.run(residence, [trace.arrays[at] for at in program.slots], trace.draws, bind)  # type: ignore[index]  # no slot is a tuple
 
+    def report(self, outputs: Sequence[jax.Array]) -> None:
+        """Raise for a value check of the program that failed in a run with these outputs."""
+        program = self.program
+        if isinstance(program, RangedProgram):
+            program.report(outputs, self.lines, sizes=self.sizes)
+        else:
+            program.report(outputs, self.lines)
+
     def _ranged(
         self,
         run: Callable[..., Sequence[jax.Array]],
@@ -185,7 +193,7 @@ class Replay:
             lambda results: new.update(self._write(execution.writes, results, flat)),
         )
         counters.count("replays")
-        execution.program.report(outputs, execution.lines)
+        execution.report(outputs)
         return self._given(new, flat)
 
     def _given(self, new: dict[int, Buffer], flat: list[Any]) -> Any:

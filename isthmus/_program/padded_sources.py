@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from sys import getrefcount
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import jax
 
@@ -20,6 +20,7 @@ from isthmus._device.core.buffer import Buffer
 from isthmus._device.core.resident_state import Residence
 from isthmus._device.core.slack import Slack
 from isthmus._graph.arguments import Value
+from isthmus._graph.nodes import Node
 from isthmus._graph.size_templates import Ints
 from isthmus._program.ranged_program import Given, RangedProgram
 
@@ -44,16 +45,31 @@ def run(
 
     Other arguments are those of ``RangedProgram.run``.
     """
-    # Before the lock is taken: a buffer may have been recorded by another thread, whose trace is then run.
+    while True:
+        # Before the lock is taken: a buffer may have been recorded by another thread, whose trace is then run.
+        _wait(sources)
+        with donation.lock:
+            found = _taken(sources, written)
+            # Recorded since then: a thread that records waits for this lock, so it must not be waited for here.
+            kinds: set[type] = set(map(type, found.arrays))
+            if Node not in kinds:
+                return program.run(sizes, found, rest, commit, residence)
+
+
+def given(sources: Sequence[Source]) -> Given:
+    """Return the arrays of these sources, padded ones as they are; none may be overwritten."""
+    _wait(sources)
+    return _taken(sources, frozenset())
+
+
+def _wait(sources: Sequence[Source]) -> None:
     for source in sources:
-        _held(source)
-    with donation.lock:
-        # A ``Slack`` held by a buffer is given to the program as it is: no cut, no padding.
-        return program.run(sizes, given(sources, written), rest, commit, residence)
+        if isinstance(source, Buffer) and not _is_padded(source):
+            _ = source.value  # puts the array into the buffer
 
 
-def given(sources: Sequence[Source], written: Set[int]) -> Given:
-    """Return the arrays of these sources, padded ones as they are, and which of them may be overwritten."""
+def _taken(sources: Sequence[Source], written: Set[int]) -> Given:
+    """Return what these sources hold, padded arrays as they are, and which of them may be overwritten."""
     dying = frozenset(n for n in written if _is_dying(sources, n))  # before a list of them holds them too
     return Given([_held(source) for source in sources], dying)
 
@@ -73,9 +89,10 @@ def _is_dying(sources: Sequence[Source], n: int) -> bool:
 def _held(source: Source) -> Held:
     if not isinstance(source, Buffer):
         return source
-    held = source.held
+    # A node, if another thread has recorded one; ``run`` waits then.
+    return cast(Held, source.held if _is_padded(source) else donation.settled(source))
+
+
+def _is_padded(source: Buffer) -> bool:
     # A recording reads exact arrays: a replay finds them by their shapes.
-    if type(held) is Slack and mode.current.capture is None:
-        return held
-    value: Array = source.value
-    return value
+    return type(source.held) is Slack and mode.current.capture is None

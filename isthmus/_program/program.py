@@ -25,6 +25,7 @@ is complete when ``__init__`` returns.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -94,6 +95,8 @@ class CheckedConditions(Conditions):
         super().__init__()
         self.errors, self.nodes = errors, nodes
         self.lines = NO_LINES
+        # Held while the lines and the words of one run are in place: threads share programs.
+        self.reporting = threading.Lock()
 
     def error(self, at: int) -> Exception:
         """Return the exception for one of the checks."""
@@ -301,15 +304,22 @@ class CompiledProgram:
         return [*arrays, *constants, *words, self.checks.before()]
 
     def report(
-        self, outputs: Sequence[Value], lines: Mapping[Node, str] = NO_LINES, auto: str = "later"
+        self,
+        outputs: Sequence[Value],
+        lines: Mapping[Node, str] = NO_LINES,
+        auto: str = "later",
+        errors: Sequence[Error] | None = None,
     ) -> None:
         """Raise for a value check that failed in a run with these outputs, now or at the next read of a value.
 
-        ``lines`` has the line that recorded a node; ``auto`` is when to raise where the settings do not say.
+        ``lines`` has the line that recorded a node; ``auto`` is when to raise where the settings do not say; ``errors``
+        are those of the checks in the words of this run, where they name sizes.
         """
-        if self.checks.errors:
-            self.checks.lines = lines
-            self.checks.settle(outputs[-1], auto)
+        checks = self.checks
+        if checks.errors:
+            with checks.reporting:
+                checks.lines, checks.errors = lines, checks.errors if errors is None else errors
+                checks.settle(outputs[-1], auto)
 
 
 def _pack_sizes(leaves: Sequence[Leaf]) -> dict[torch.dtype, int]:

@@ -117,7 +117,7 @@ class RangedProgram:
         self._runs: Counter[SizesKey] = Counter()
         self._wide: dict[SizesKey, Sizes] = {}
         self._free: list[Sizes] = []
-        self._template, self._graph = template, graph
+        self.template, self._graph = template, graph
         self._times: LruCache[Ints, int] = LruCache("runs of a size", _COUNTED)
         self._exact: LruCache[Ints, background.Task[CompiledProgram]] = LruCache(
             "exact programs of sizes", _EXACT
@@ -182,14 +182,16 @@ class RangedProgram:
             if all(values[name] <= bound for name, bound in known.bounds.items()):
                 return known
         if self._is_free(wide):
-            self._free.append(self._as_long_as_free(wide))
-            return self._free[-1]
+            free = self._as_long_as_free(wide)
+            self._free.append(free)
+            return free
         narrow = self.padded.sizes_for(values, config.buckets)
         if self._runs[narrow.key] >= _OFTEN:
             return narrow
         if wide.key in self._wide or self._runs[narrow.key] >= _RARE:
             return self._wide.setdefault(wide.key, wide)
-        larger = [known for known in self._wide.values() if _is_a_little_larger(known, wide)]
+        # A list first: another thread may add ranges meanwhile.
+        larger = [known for known in list(self._wide.values()) if _is_a_little_larger(known, wide)]
         return larger[0] if larger else self._wide.setdefault(wide.key, wide)
 
     def _is_free(self, ranges: Sizes) -> bool:
@@ -282,8 +284,6 @@ class RangedProgram:
             pairs = zip(results[start:], shapes, strict=False)
             return commit([a if a.shape == shape else Slack(a, shape) for a, shape in pairs], results)
 
-        errors = [(error, _with_values(message, values)) for error, message in self.messages]
-        self.compiled.checks.errors = errors
         true_sizes = self.padded.true_sizes(values)
         if residence is None:
             return donation.run(executable.call, [true_sizes, *inputs, *rest], keep)
@@ -304,10 +304,17 @@ class RangedProgram:
         return self.compiled.pack_numbers(numbers, offsets)
 
     def report(
-        self, outputs: Sequence[Value], lines: Mapping[Node, str] = NO_LINES, auto: str = "later"
+        self,
+        outputs: Sequence[Value],
+        lines: Mapping[Node, str] = NO_LINES,
+        auto: str = "later",
+        sizes: Ints = (),
     ) -> None:
-        """Raise for a value check that failed (``CompiledProgram.report``)."""
-        self.compiled.report(outputs, lines, auto)
+        """Raise for a value check that failed in a run of these sizes (``CompiledProgram.report``)."""
+        if self.messages:
+            values = self._values(sizes)
+            errors = [(error, _with_values(message, values)) for error, message in self.messages]
+            self.compiled.report(outputs, lines, auto, errors)
 
     def _exact_for(self, sizes: Ints, given: Given) -> CompiledProgram | None:
         """Return the exact program of a size that comes often, if it is there; it is compiled in the background."""
@@ -325,7 +332,7 @@ class RangedProgram:
         return exact if exact is None or len(exact.checks.errors) == len(self.messages) else None
 
     def _compile_exact(self, sizes: Ints, dying: frozenset[int]) -> CompiledProgram:
-        graph = self._template.lift(self._graph, sizes)
+        graph = self.template.lift(self._graph, sizes)
         leaves = [n.call for n in graph.inputs if isinstance(n.call, Leaf) and n.call.kind == "array"]
         room = Counter(graph.outputs[n].type for n in self.results)
         donate = []
@@ -352,7 +359,6 @@ class RangedProgram:
             inputs.append(array if is_ours or n not in exact.donated else copied(array))
         given.arrays.clear()
         del held, array
-        self.compiled.checks.errors = exact.checks.errors
         return donation.run(
             exact.call, [*inputs, *rest], lambda results: commit(list(results[: len(self.results)]), results)
         )

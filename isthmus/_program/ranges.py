@@ -87,7 +87,7 @@ class SizeFamily:
         self.options, self.state, self.results, self.limits = options, state, results, limits
         self.samples: list[Ints] = []
         self.tries = 0
-        self.template: Template | None = None
+        # One attribute, read once for each graph: another thread may put a program for more sizes in its place.
         self.program: RangedProgram | None = None
         # Why graphs of other sizes are compiled exactly, if they are.
         self.refused: Refused | None = None
@@ -96,24 +96,28 @@ class SizeFamily:
 
     def sizes_of(self, found: Skeleton) -> Ints | None:
         """Return the sizes for which the program that is there serves a graph; None if it does not."""
-        return self.template.match(found.ints) if self.template is not None else None
+        program = self.program
+        return None if program is None else program.template.match(found.ints)
 
     def match(self, graph: Graph, found: Skeleton, given: GivenFor) -> tuple[RangedProgram, Ints] | None:
         """Return the program and the sizes for a graph, None for the first one; raise Refused where there is none."""
-        sizes = self.sizes_of(found)
-        if sizes is not None and self.program is not None:
-            self.program.prepare(sizes, given(self.program.slots))
-            return self.program, sizes
+        program, refused = self.program, self.refused
+        sizes = None if program is None else program.template.match(found.ints)
+        if program is not None and sizes is not None:
+            program.prepare(sizes, given(program.slots))
+            return program, sizes
         if found.ints not in self.samples and self.tries < _SAMPLES:
             self.samples.append(found.ints)
             self.tries += 1
             if len(self.samples) > 1:
-                sizes = self._generalise(graph, found, given)
-        elif self.refused is not None and found.ints != self.samples[0]:
-            raise self.refused
-        return (self.program, sizes) if sizes is not None and self.program is not None else None
+                return self._generalise(graph, found, given)
+        elif refused is not None and found.ints != self.samples[0]:
+            raise refused
+        return None
 
-    def _generalise(self, graph: Graph, found: Skeleton, given: GivenFor) -> Ints | None:
+    def _generalise(
+        self, graph: Graph, found: Skeleton, given: GivenFor
+    ) -> tuple[RangedProgram, Ints] | None:
         refused, known = None, hints(graph)
         tried: list[Template] = []
         for attempt in _ATTEMPTS:
@@ -138,8 +142,8 @@ class SizeFamily:
             except Refused as error:
                 refused = refused or error
                 continue
-            self.template, self.program, self.refused = template, program, None
-            return sizes
+            self.program, self.refused = program, None
+            return program, sizes
         assert refused is not None
         self.refused = refused
         raise refused

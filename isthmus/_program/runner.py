@@ -81,8 +81,6 @@ def run(
         draws: words for each random draw.
         residence: where the program's state is, if it has some.
     """
-    # Before the lock is taken: a buffer may have been recorded by another thread, whose trace is then run.
-    arrays = [source.value if isinstance(source, Buffer) else source for source in sources]
     # State comes first among what the program returns.
     start = len(program.packing)
 
@@ -92,20 +90,26 @@ def run(
 
     # Arrays of a trace are donated as they are: nothing else holds them.
     owners = [source for source in map(sources.__getitem__, program.donated) if isinstance(source, Buffer)]
-    # Nothing is overwritten: no lock, no reference counts, no undo.
-    if residence is None and not owners:
-        with forgetting_callers():
-            return donation.run(program.call, program.arguments(arrays, constants, draws), commit)
-    with donation.lock, forgetting_callers():
-        if donation.threaded():
-            # Another thread may have given its array away, or kept it in a program, since it was read.
-            arrays = [source.value if isinstance(source, Buffer) else source for source in sources]
-        # From here on the arrays of these buffers are hidden from other threads.
-        undo = donation.take(arrays, program.donated, owners) if owners else None
-        inputs = program.arguments(arrays, constants, draws)
-        if residence is None:
-            return donation.run(program.call, inputs, commit, undo)
-        return residence.run(program.call, inputs, commit, undo)
+    while True:
+        # Before the lock is taken: a buffer may have been recorded by another thread, whose trace is then run.
+        arrays = [source.value if isinstance(source, Buffer) else source for source in sources]
+        # Nothing is overwritten: no lock, no reference counts, no undo.
+        if residence is None and not owners:
+            with forgetting_callers():
+                return donation.run(program.call, program.arguments(arrays, constants, draws), commit)
+        with donation.lock, forgetting_callers():
+            if donation.threaded():
+                # Another thread may have given its array away, or kept it in a program, since it was read.
+                arrays = [donation.settled(s) if isinstance(s, Buffer) else s for s in sources]
+                # Or recorded a write: a thread that records waits for this lock, so it must not be waited for here.
+                if donation.is_unready(arrays):
+                    continue
+            # From here on the arrays of these buffers are hidden from other threads.
+            undo = donation.take(arrays, program.donated, owners) if owners else None
+            inputs = program.arguments(arrays, constants, draws)
+            if residence is None:
+                return donation.run(program.call, inputs, commit, undo)
+            return residence.run(program.call, inputs, commit, undo)
 
 
 def compute(program: Program, buffers: Sequence[Buffer]) -> Sequence[Array]:

@@ -13,6 +13,8 @@ import torch
 
 import isthmus
 from isthmus._device.checks import value_checks
+from isthmus._device.core import donation
+from tests.fuzz import sizes
 from tests.fuzz.programs import make
 from tests.fuzz.running import check, difference, shrink
 
@@ -57,6 +59,36 @@ def test_some_programs(mode: str, count: int) -> None:
 @pytest.mark.parametrize(("mode", "seeds"), SLICES)
 def test_many_programs(mode: str, seeds: range) -> None:
     check(seeds, mode, **OPTIONS.get(mode, {}))
+
+
+# Programs whose sizes change from turn to turn: of small arrays, and of some that padding is not free for.
+SIZES = {"eager": 300, "lazy": 400, "jit": 120, "compiled": 80}
+TURNS = [
+    pytest.param(mode, range(first, first + 40), large, id=f"{mode}-{first}{'-large' if large else ''}")
+    for mode, count in SIZES.items()
+    for large in (False, True)
+    for first in range(0, count, 40)
+]
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize(("mode", "count"), [("eager", 2), ("lazy", 4), ("jit", 2), ("compiled", 1)])
+def test_some_programs_whose_sizes_change(mode: str, count: int, large: bool) -> None:
+    sizes.check(range(count), mode, large)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "seeds", "large"), TURNS)
+def test_many_programs_whose_sizes_change(mode: str, seeds: range, large: bool) -> None:
+    sizes.check(seeds, mode, large)
+
+
+def test_programs_whose_sizes_change_find_memory_given_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a read has cut, and a trace alone holds the padding of, was once donated."""
+    monkeypatch.setattr(donation, "is_unshared", lambda slack: True)
+    isthmus.clear_caches()
+    found = sizes.difference(sizes.make(3048, "lazy"), "lazy")
+    assert "deleted" in str(found)
 
 
 # Programs that differed once, made small.

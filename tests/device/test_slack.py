@@ -195,3 +195,11 @@ def test_views_made_before_see_a_write() -> None:
     view = x[1]
     x.add_(1)
     assert view.tolist() == (VALUES[1] + 1).tolist()
+
+
+def test_what_a_failed_program_has_taken_is_cut_again() -> None:
+    x = with_slack()
+    slack = buffer_of(x).held
+    slack.exact().delete()  # donated by a program that then found no memory
+    assert not slack.is_deleted()
+    assert x.tolist() == VALUES.tolist()

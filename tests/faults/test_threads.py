@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import isthmus
-from isthmus._device.core import donation
+from isthmus._device.core import donation, mode
 from isthmus._runtime import counters
 from tests.faults.training import Training, differences, same
 from tests.interpreters import forked_early
@@ -162,8 +163,6 @@ def test_backward_is_recorded_with_the_rest_and_the_switch_is_put_back() -> None
 
 
 def test_what_one_thread_recorded_others_can_use() -> None:
-    # With ranges of sizes this once failed after other tests, "Array has been deleted": not understood yet.
-    isthmus.config.shapes = "exact"
     made, used = threading.Event(), threading.Event()
     shared: list[torch.Tensor] = []
 
@@ -262,6 +261,98 @@ def test_eight_threads_with_models_of_their_own_in_all_modes() -> None:
         at_once(*[lambda run=run: run.run(12) for run in runs])
         for run in runs:
             assert same(run.state(), alone[run.mode].state()), run.mode
+
+
+def test_a_tensor_is_read_although_its_thread_has_recorded_the_next_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = torch.zeros(3, device="jax")
+    recorded, go = [threading.Event(), threading.Event()], [threading.Event(), threading.Event()]
+    run = mode.current.materialise
+
+    def write() -> None:
+        with isthmus.lazy():
+            for n in range(2):
+                x.add_(1)
+                recorded[n].set()
+                assert go[n].wait(60)
+
+    def materialise(*args: Any) -> Any:
+        held = run(*args)
+        go[0].set()
+        assert recorded[1].wait(60)
+        return held
+
+    def read() -> list[float]:
+        assert recorded[0].wait(60)
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(mode.current, "materialise", materialise)
+                return x.tolist()
+        finally:
+            go[0].set()
+            go[1].set()
+
+    assert at_once(write, read)[1] == [1.0, 1.0, 1.0]
+    assert x.tolist() == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("lengths", [[3, 3], [3, 5, 7, 9]], ids=["exact", "range"])
+def test_a_program_does_not_wait_for_a_thread_that_waits_for_it(
+    lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread records a write to what the other one's program reads, and reads what that program writes."""
+    weight, state = torch.zeros(4, device="jax"), torch.zeros(2, device="jax")
+    go, counted = threading.Event(), donation.threaded
+
+    @torch.compile(backend="isthmus")
+    def step(state: torch.Tensor, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        state.add_(x.sum() + weight.sum() * 0)
+        return state * 1
+
+    def run(n: int) -> None:
+        step(state, weight, torch.ones(n, device="jax"))
+
+    def run_last() -> None:
+        mine = threading.get_ident()
+
+        def threaded() -> int:
+            # ``donation.lock`` is held, and what was read before it was taken is recorded anew.
+            if threading.get_ident() == mine and not go.is_set():
+                go.set()
+                time.sleep(0.3)
+            return counted()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(donation, "threaded", threaded)
+            run(lengths[-1])
+
+    def record() -> None:
+        with isthmus.lazy():
+            assert go.wait(60)
+            weight.add_(1)
+            weight.add_(state.sum() * 0)
+
+    for n in lengths[:-1]:
+        run(n)
+    at_once(run_last, record)
+    assert state.tolist() == [sum(lengths)] * 2
+    assert weight.tolist() == [1.0] * 4
+
+
+def test_an_error_names_the_size_of_its_own_thread() -> None:
+    """One program serves many sizes, and threads run it at once."""
+
+    def fail(first: int) -> None:
+        for n in range(first, first + 40):
+            with isthmus.lazy():
+                x = torch.arange(float(n)).to("jax")[torch.tensor([n]).to("jax")]
+                with pytest.raises(IndexError, match=f"size {n} "):
+                    x.tolist()
+
+    for n in (5, 9):
+        fail(n)
+    at_once(*[lambda first=first: fail(first) for first in (10, 30, 50)])
 
 
 def test_the_count_of_references_is_measured() -> None:

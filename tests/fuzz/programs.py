@@ -44,12 +44,19 @@ def namespace(device: str) -> dict[str, Any]:
 
 def execute(line: str, names: dict[str, Any]) -> type[Exception] | None:
     """Run a line, and return the type of what it raised."""
+    error = raised_by(line, names)
+    return None if error is None else type(error)
+
+
+def raised_by(line: str, names: dict[str, Any]) -> Exception | None:
+    """Run a line, and return what it raised."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             exec(line, names)
     except Exception as error:
-        return type(error)
+        # Without the frames, which would keep tensors alive.
+        return error.with_traceback(None)
     return None
 
 

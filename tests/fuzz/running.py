@@ -35,7 +35,7 @@ def _line_by_line(lines: list[str], mode: str) -> str | None:
                 return f"{line}: the CPU raises {want.__name__}, the device {got.__name__ if got else 'does not'}"
             if want is None and got is not None:
                 return f"{line}: the device raises {got.__name__}, the CPU does not"
-        return _compare(theirs, ours, lines)
+        return compare(theirs, ours, lines)
 
 
 @contextlib.contextmanager
@@ -51,17 +51,17 @@ def _recording(mode: str) -> Any:
         isthmus.config.backend = "xla"
 
 
-def _compare(theirs: Names, ours: Names, lines: list[str]) -> str | None:
+def compare(theirs: Names, ours: Names, lines: list[str], versions: bool = True) -> str | None:
     """Return the first difference between what two runs left behind."""
     wanted, got = tensors(theirs), tensors(ours)
     # Whether autograd adds gradients in place, which counts as a write, depends on who else holds their memory.
     gradients = {line.split(" = ")[0] for line in lines if ".grad" in line}
     storages = {got[name].untyped_storage()._cdata for name in gradients if name in got}
     for name, want in wanted.items():
-        counted = got[name].untyped_storage()._cdata not in storages
+        counted = versions and got[name].untyped_storage()._cdata not in storages
         if counted and got[name]._version != want._version:
             return f"{name}._version is {got[name]._version}, on the CPU {want._version}"
-        found = _tensors_differ(want, got[name], name)
+        found = _tensors_differ(want, got[name], name, ours["dev"])
         if found is not None:
             return found
     for name, value in theirs.items():
@@ -87,11 +87,11 @@ def _sharing(found: dict[str, torch.Tensor]) -> list[list[str]]:
     return [names for names in groups.values() if len(names) > 1]
 
 
-def _tensors_differ(want: torch.Tensor, got: torch.Tensor, name: str) -> str | None:
+def _tensors_differ(want: torch.Tensor, got: torch.Tensor, name: str, on: str) -> str | None:
     for part in ("dtype", "shape", "requires_grad", "is_leaf"):
         if getattr(got, part) != getattr(want, part):
             return f"{name}.{part} is {getattr(got, part)}, on the CPU {getattr(want, part)}"
-    device = "cpu" if name.startswith("c") else "jax"
+    device = "cpu" if name.startswith("c") else on
     if got.device.type != device:
         return f"{name} is on {got.device}"
     found = _layouts_differ(want, got, name) or _values_differ(want, got, name)
@@ -137,7 +137,7 @@ def _whole(lines: list[str], mode: str) -> str | None:
     if split is None:
         return None
     makes, body, names = split
-    results = [n for n in _assigned(body) if n not in names]
+    results = [n for n in assigned(body) if n not in names]
     source = f"def program({', '.join(names)}):\n" + "".join(f"    {line}\n" for line in body)
     source += f"    return [{', '.join([*names, *results])}]\n"
     if mode == "jit":
@@ -197,7 +197,8 @@ def _layouts_of_results_differ(want: torch.Tensor, got: torch.Tensor, name: str)
     return f"{name}.stride() is {got.stride()}, on the CPU {want.stride()}"
 
 
-def _assigned(lines: list[str]) -> list[str]:
+def assigned(lines: list[str]) -> list[str]:
+    """Return the names of the device's tensors that lines assign to."""
     starts = [line.split(" = ")[0] for line in lines if " = " in line]
     return list(dict.fromkeys(name for name in starts if name[0] == "t" and name[1:].isdigit()))
 

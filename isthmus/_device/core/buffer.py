@@ -114,17 +114,21 @@ class Buffer:
         # A tracer belongs to a JAX trace on this thread, which is none of the recording's business.
         if mode.current.capture is not None and not self.signature.traced:
             return mode.current.capture.read(self)
-        if type(self.held) is Node:
-            # Runs the recorded graph, which replaces the node in every buffer that it computes.
-            mode.current.materialise(self)
-        held = self.held
-        # Read before the tests below, and only once: another thread may change ``held`` at any time.
-        if type(held) in donation.MARKERS:
-            held = donation.settled(self)
+        while True:
+            # Read once: another thread may change it at any time.
+            held = self.held
+            if type(held) is Node:
+                # Runs the recorded graph, which replaces the node in every buffer that it computes.
+                held = mode.current.materialise(self)
+                if type(held) is Node:
+                    raise IsthmusError("this tensor was recorded in a trace that is gone")
+            if type(held) in donation.MARKERS:
+                held = donation.settled(self)
+            # A node again: another thread has recorded a write while this one waited.
+            if type(held) is not Node:
+                break
         if type(held) is Lost:
             raise held.error()
-        if type(held) is Node:
-            raise IsthmusError("this tensor was recorded in a trace that is gone")
         return held
 
     def bind(self, value: Array) -> None:

@@ -69,8 +69,9 @@ class Mode:
         self.recording = False  # whether a thread was ever lazy
         self._capture: Any = None
         self._recorder = 0
-        # materialise(buffer=None, because=""): run this thread's graph, or that of the thread that recorded ``buffer``.
-        self.materialise: Callable[..., None] = lambda buffer=None, because="": None
+        # materialise(buffer=None, because=""): run this thread's graph, or that of the thread that recorded ``buffer``,
+        # and return what the buffer holds then.
+        self.materialise: Callable[..., Any] = lambda buffer=None, because="": None
         self.recording_entry: Any = None
         # finisher(kernel, inputs, values): how to finish a plan where sizes may change (``_lazy/eager_ranges.py``).
         self.finisher: Any = _unpadded

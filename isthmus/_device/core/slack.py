@@ -37,8 +37,8 @@ class Slack:
         self.unpadded: Array | None = None
 
     def exact(self) -> Array:
-        """Return the contents without padding; made once."""
-        if self.unpadded is None:
+        """Return the contents without padding; made once, and again where a program that failed has taken it."""
+        if self.unpadded is None or self.unpadded.is_deleted():
             # ``isthmus.metrics`` shows how often padding is taken off: often means that a mode does not know
             # it.
             counters.count("padding removed")
