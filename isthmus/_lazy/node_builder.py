@@ -28,10 +28,11 @@ import torch
 from torch import Tensor
 
 from isthmus import _caches, config
+from isthmus._device.core import donation
 from isthmus._device.core.buffer import Buffer, Signature, buffer_of
 from isthmus._device.core.dispatch import Kernel, kernels
 from isthmus._device.core.entry import make_recording_entry
-from isthmus._device.core.mutation import restride_all
+from isthmus._device.core.mutation import locator, restride_all
 from isthmus._device.core.plan import Builder, Plan, build, is_made_like, only
 from isthmus._device.core.slots import NumberSlot, Slot, Static, TensorSlot
 from isthmus._device.torch_glue.private import empty_tensor, restride
@@ -76,15 +77,21 @@ def recording_entry(kernel: Kernel) -> Callable[..., Any]:
         if len(kernel.recipes) >= _LIMIT:  # shapes that never come back must not pile up
             kernel.recipes.clear()
         try:
-            plan = kernel.recipes[key] = build(kernel, examples, values, False, finish)
+            plan = build(kernel, examples, values, False, finish)
+            if kernel.schema.mutated:
+                plan = _beside_threads(plan, kernel, again)
+            kernel.recipes[key] = plan
         except Exception as error:
             tracebacks.shorten(error)
             raise
         if trace.epoch == epoch:
             return plan
         # Finding the recipe ran what was recorded, so these inputs are gone: start over.
+        return lambda _, values: again(values)
+
+    def again(values: Values) -> Any:
         args, kwargs = kernel.schema.split(values)
-        return lambda _, __: entry(*args, **kwargs)
+        return entry(*args, **kwargs)
 
     names = {
         "_lock": trace.lock,
@@ -99,6 +106,33 @@ def recording_entry(kernel: Kernel) -> Callable[..., Any]:
     }
     entry = make_recording_entry(kernel, names)
     return entry
+
+
+def _beside_threads(plan: Plan, kernel: Kernel, again: Callable[[Values], Any]) -> Plan:
+    """Return a plan that records a write; where another thread has written since the targets were read, ``again``.
+
+    A program of another thread holds ``donation.lock`` from reading its targets until they are rebound, and so does
+    this from looking at what was read until the targets hold nodes: of two writes none is lost.
+    """
+    locate = locator(kernel.op)
+
+    def run(inputs: list[Node], values: Values) -> Any:
+        if not donation.threaded():
+            return plan(inputs, values)
+        with donation.lock:
+            if not any([_is_stale(buffer_of(target), inputs) for target in locate(values)]):
+                return plan(inputs, values)
+        return again(values)
+
+    return run
+
+
+def _is_stale(buffer: Buffer, inputs: list[Node]) -> bool:
+    """Return whether a buffer that was read for these inputs holds another array by now."""
+    at = trace.places.get(id(buffer))
+    if at is None or type(buffer.held) is Node or trace.array_nodes[at] not in inputs:
+        return False
+    return trace.arrays[at] is not buffer.held
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import torch
 
 import isthmus
 from isthmus._device.core import donation, mode
+from isthmus._lazy import node_builder
 from isthmus._runtime import counters
 from tests.faults.training import Training, differences, same
 from tests.interpreters import forked_early
@@ -193,6 +194,45 @@ def test_what_one_thread_recorded_others_can_use() -> None:
     assert eager == [2.0, 4.0, 6.0, 8.0, 1.0, 2.0, 3.0, 4.0]
     assert lazy == [4.0, 5.0, 6.0, 7.0]
     assert total == 110.0
+
+
+WRITES: list[Callable[[torch.Tensor], Any]] = [
+    lambda x: x.add_(1),
+    lambda x: x[1:].add_(1),
+    lambda x: torch.add(x, 1, out=x),
+    lambda x: torch._foreach_add_([x], 1),
+]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("write", WRITES, ids=["whole", "through a view", "out", "foreach"])
+def test_a_write_between_the_read_and_the_write_of_a_recorded_op_is_not_lost(
+    write: Callable[[torch.Tensor], Any], compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, same = torch.ones(3, device="jax"), torch.ones(3)
+
+    def double(x: torch.Tensor) -> None:
+        x.mul_(2)
+
+    theirs = torch.compile(double, backend="isthmus") if compiled else double
+    theirs(torch.ones(3, device="jax"))
+    threaded, ran = donation.threaded, []
+
+    def after_the_read() -> int:
+        # The recorded op asks this once it has read its inputs.
+        if not ran:
+            ran.append(True)
+            at_once(lambda: theirs(x))
+        return threaded() or 1
+
+    with isthmus.lazy():
+        write(torch.ones(3, device="jax"))
+        monkeypatch.setattr(node_builder.donation, "threaded", after_the_read)
+        write(x)
+        assert ran
+        monkeypatch.undo()
+        write(same.mul_(2))
+        assert x.tolist() == same.tolist()
 
 
 def test_threads_in_lazy_mode_share_their_programs() -> None:
