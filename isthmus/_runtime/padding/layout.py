@@ -175,14 +175,12 @@ class Padding:
             assert layout is not None
             others = [k for k, n in enumerate(x.array.shape) if k != i and n > 1]
             if others and compiler.platform() == "cpu" and not compiler.is_portable():
-                mask &= self._valid_at_once(x.array.shape, layout, i, others[-1])
+                mask &= self._valid_at_once(x.array.shape, layout, i, others[0])
             else:
                 mask &= along(self.valid(layout), i, x.array.ndim)
         return mask
 
-    def _valid_at_once(
-        self, shape: tuple[int, ...], layout: tuple[Part, ...], i: int, other: int
-    ) -> Array:
+    def _valid_at_once(self, shape: tuple[int, ...], layout: tuple[Part, ...], i: int, other: int) -> Array:
         """Return for each element of an array what ``valid`` says of its position along axis ``i``.
 
         XLA:CPU computes the operands of a select again for each of its readers if its mask is a vector, since such a

@@ -110,11 +110,16 @@ class PaddedProgram:
             for name, dim in dims.items()
         }
         self._executables: dict[Any, PaddedExecutable] = {}
+        self._sizes: dict[Any, Sizes] = {}
 
     def sizes_for(self, values: Mapping[str, int], per_octave: int) -> Sizes:
         """Return the ranges that the program for these sizes serves."""
-        bounds = {n: self.symbols[n].bound_for(values[n], per_octave) for n in self.names}
-        return Sizes(self.symbols, bounds, per_octave)
+        bounds = [self.symbols[n].bound_for(values[n], per_octave) for n in self.names]
+        key = (*bounds, per_octave)
+        # One object for each, since it remembers what it has worked out.
+        if key not in self._sizes:
+            self._sizes[key] = Sizes(self.symbols, dict(zip(self.names, bounds, strict=True)), per_octave)
+        return self._sizes[key]
 
     def doubled(self, ranges: Sizes, name: str) -> Sizes:
         """Return ranges with twice the padded size of one symbol."""
@@ -171,7 +176,7 @@ class PaddedProgram:
             results = [run.canonical(y) for y in run.evaluate(self.closed, operands)]
             return tuple(y.array for y in results), (tuple(y.zero for y in results), run.masks, run.relayouts)
 
-        shapes = [tuple(sizes.padded(n) for n in shape) for shape in self.inputs]
+        shapes = [sizes.padded_shape(shape) for shape in self.inputs]
         examples = [jax.ShapeDtypeStruct((len(self.names),), np.int32)]
         examples += [
             jax.ShapeDtypeStruct(shape, v.aval.dtype)
@@ -198,8 +203,8 @@ class PaddedProgram:
         ) as error:  # a shape that JAX refuses when it is padded
             raise Refused("padded", f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
         flags, masks, relayouts = extras[-1]
-        shapes = tuple(tuple(sizes.padded(n) for n in shape) for shape in self.inputs)
-        outputs = tuple(tuple(sizes.padded(n) for n in shape) for shape in self.outputs)
+        shapes = tuple(sizes.padded_shape(shape) for shape in self.inputs)
+        outputs = tuple(sizes.padded_shape(shape) for shape in self.outputs)
         return PaddedExecutable(built.call, shapes, outputs, flags, masks, relayouts)
 
 

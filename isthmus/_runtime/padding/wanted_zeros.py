@@ -1,14 +1,14 @@
 """Which values of a jaxpr are read across their padding by a sum or a product of matrices, which want zeros there.
 
-Such a read fills the padding with zeros (``Padding.fill``). A value is often read twice, once as it is and once filled,
-and at the second read it is in memory already, so that filling it makes a second array. Known before it is computed, the
+Such a read fills the padding with zeros (``Padding.fill``). A value is often read twice, once as it is and once filled:
+at the second read it is in memory already, so that filling it makes a second array. Known before it is computed, the
 zeros are put there by the computation itself, and every reader has the one array::
 
     y = tanh(x)             # wanted: zeros past the true end of axis 0
     z = y @ w               # reads the rows of y, padding too
     g = y.T @ grad          # sums over them
 
-Only a matter of speed: a rule fills what it reads across where it is not known to be zero.
+Only a matter of speed: a rule fills what it reads across wherever that is not known to be zero.
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ from isthmus._runtime.padding.sizes import Size, is_symbolic
 
 Axes = frozenset[int]
 NOTHING: Axes = frozenset()
-MOVES = {"transpose", "squeeze", "reshape", "broadcast_in_dim", "convert_element_type", "optimization_barrier"}
+MOVES = {
+    "transpose",
+    "squeeze",
+    "reshape",
+    "broadcast_in_dim",
+    "convert_element_type",
+    "optimization_barrier",
+}
 """Primitives whose results have zeros where their operands have, so that the operands are filled instead."""
 
 
