@@ -60,7 +60,7 @@ def wanted_zeros(jaxpr: Jaxpr, results: Sequence[Axes] = ()) -> Mapping[Any, Axe
 
 def _before(eqn: JaxprEqn, axes: Axes) -> Axes:
     """Return the axes of an operand that become these axes of the result of a move."""
-    name, shape = eqn.primitive.name, eqn.invars[0].aval.shape
+    name, shape = eqn.primitive.name, eqn.invars[0].aval.shape  # type: ignore[attr-defined]
     if name == "transpose":
         return frozenset(eqn.params["permutation"][i] for i in axes)
     if name == "squeeze":
