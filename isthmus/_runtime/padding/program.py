@@ -19,6 +19,7 @@ while compiling (``executable``), where a primitive has no rule. The caller comp
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -90,6 +91,9 @@ class PaddedProgram:
             Exception
         ) as error:  # a lowering that wants a value may raise anything; the exact program decides
             raise Refused("trace", f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
+        # JAX asks by exceptions whether a size is a number, and these hold all callers, with arrays that are donated
+        # only if nothing else holds them.
+        gc.collect()
         self.inputs: tuple[Shape, ...] = tuple(v.aval.shape for v in self.closed.jaxpr.invars)
         self.outputs: tuple[Shape, ...] = tuple(v.aval.shape for v in self.closed.jaxpr.outvars)
         self.dtypes = tuple(v.aval.dtype for v in self.closed.jaxpr.outvars)
