@@ -9,7 +9,10 @@
 by a token at a time. ``lengths`` trains a GPT with AdamW on sentences of 20 lengths, ``batches`` on two epochs whose
 last batch is short. Each runs for some sizes, then for *other* sizes, then for those once more: what a program for a
 range of sizes saves is the second, what it may cost is the third. ``fill`` is a training step on 100 tokens that are
-padded to 128 beside its exact program, contenders taking turns.
+padded to 128 beside its exact program, and beside the exact step on 128 tokens (``static``): what a padded one takes if
+true sizes and masks cost nothing. Each has a process of its own that keeps its memory (docs/performance.md): a step on
+128 tokens needs 37 MiB, and from 32 MiB on glibc gets a program's memory from the system at every run, which would be
+most of the difference. ``--faults`` measures that too.
 
 TorchInductor compiles with ``dynamic=True`` into an empty cache. JAX is as one writes it first, ``jax.jit`` of a
 function of the sizes there are; in ``generate`` also with a cache of full size. Whether tokens and losses are those of
@@ -23,6 +26,7 @@ import argparse
 import contextlib
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -49,7 +53,12 @@ SIZES: dict[str, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {
     "lengths": ([(4, n) for n in _LENGTHS], [(4, n + 1) for n in _LENGTHS]),
     "batches": ([(8, 32)] * 6 + [(5, 32)], [(8, 32)] * 6 + [(3, 32)]),
 }
-_FILL, _PADDED, _MOST = 100, 128, 1.3
+_FILL, _PADDED, _STEPS, _MOST = 100, 128, 2, 1.3
+_KEEP_MEMORY = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "4294967296",
+    "MALLOC_TRIM_THRESHOLD_": "8589934592",
+}
 
 Run = Callable[[Sequence[tuple[int, int]]], list[Any]]
 
@@ -253,39 +262,84 @@ def contend(task: str, name: str, cpu_time: bool) -> None:
     print(json.dumps(found), flush=True)
 
 
-def fill(options: argparse.Namespace) -> None:
-    """Race a step on 100 tokens padded to 128 against its exact program, in each mode."""
-    import torch
-    from peers.race import race, report
-
+def be_filled(mode: str, contender: str) -> None:
+    """Be a contender of ``fill``: for each line that comes, run steps and print the seconds that one took."""
     import isthmus
 
-    tokens = {n: _tokens(8, n + 1, 512).to("jax") for n in (_FILL, _PADDED - 8, _PADDED - 4)}
-    for name in ("lazy", "compile", "jit"):
-        contenders = {}
-        for shapes in ("exact", "auto"):
-            torch._dynamo.reset()
-            step = torch_training(name, shapes)
+    isthmus.config.shapes = shapes = "auto" if contender == "padded" else "exact"
+    isthmus.config.buckets = 1  # no narrower range, however often the size comes
+    step = torch_training(mode, shapes)
+    batches = {n: _tokens(8, n + 1, 512).to("jax") for n in (_FILL, _PADDED - 8, _PADDED - 4, _PADDED)}
 
-            def call(n: int = _FILL, shapes: str = shapes, step: Callable[[Any], Any] = step) -> Any:
-                isthmus.config.shapes = shapes
-                with _around(name):  # noqa: B023
-                    loss = step(tokens[n])
-                    isthmus.sync()
-                return loss
+    def call(n: int) -> None:
+        with _around(mode):
+            loss = step(batches[n])
+            isthmus.sync()
+        loss.item()
 
-            if shapes == "auto":  # programs for ranges come with the second size
-                for n in (_PADDED - 8, _PADDED - 4) * 2:
-                    call(n)
-            contenders[shapes] = call
-        padded = lambda: isthmus.metrics.counts().get("padding added", 0)  # noqa: E731
-        before = padded()
-        # Fewer calls than a size gets a narrower range or its exact program for.
-        times = race(contenders, min(options.rounds, 25))
-        if padded() == before:
-            print(f"{name}: nothing was padded, see isthmus._program.ranges.refusals")
-            continue
-        report(f"{name}, a step on {_FILL} tokens padded to {_PADDED}", times, "exact", _MOST, "auto")
+    if contender == "padded":  # programs for ranges come with the second size
+        for n in (_PADDED - 8, _PADDED - 4) * 2:
+            call(n)
+    size = _PADDED if contender == "static" else _FILL
+    for _ in range(2):
+        call(size)
+    before = isthmus.metrics.counts()
+    print(json.dumps("ready"), flush=True)
+    for _ in sys.stdin:
+        cpu, wall = time.process_time(), time.perf_counter()
+        for _ in range(_STEPS):
+            call(size)
+        seconds = [time.process_time() - cpu, time.perf_counter() - wall]
+        print(json.dumps([each / _STEPS for each in seconds]), flush=True)
+    after = isthmus.metrics.counts()
+    assert after["compilations"] == before["compilations"], "compiled while it was timed"
+    padded = after.get("padding added", 0) > before.get("padding added", 0)
+    assert padded == (contender == "padded"), f"{contender}: padding was {'added' if padded else 'not added'}"
+
+
+def fill(options: argparse.Namespace) -> None:
+    """Race a step on 100 tokens that are padded to 128 against its exact program, in each mode."""
+    environment = os.environ if options.faults else {**os.environ, **_KEEP_MEMORY}
+    for mode in options.contenders or ("lazy", "compile", "jit"):
+        processes = {}
+        for name in ("exact", "static", "padded"):
+            command = [sys.executable, __file__, "fill", "--be", f"{mode}-{name}"]
+            pipe = subprocess.PIPE
+            processes[name] = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, text=True, bufsize=1, env=environment
+            )
+        for process in processes.values():
+            assert _answer(process) == "ready"
+        times: dict[str, list[list[float]]] = {name: [] for name in processes}
+        # A size that has come 64 times gets its exact program.
+        for _ in range(min(options.rounds, 60 // _STEPS)):
+            for name, process in processes.items():
+                assert process.stdin is not None
+                process.stdin.write("go\n")
+                times[name].append(_answer(process))
+        for process in processes.values():
+            process.communicate()
+            assert process.returncode == 0
+        medians = {
+            name: [statistics.median(each) for each in zip(*rows, strict=True)]
+            for name, rows in times.items()
+        }
+        print(
+            f"{mode}: a step on {_FILL} tokens, exactly and padded to {_PADDED}; on {_PADDED} tokens (static)"
+        )
+        for name, seconds in medians.items():
+            pairs = zip(("processors", "wall"), seconds, medians["exact"], strict=True)
+            print(
+                f"    {name:8}", *[f"  {what} {s * 1e3:7.2f} ms {s / peer:5.2f} x" for what, s, peer in pairs]
+            )
+        ratio = medians["padded"][0] / medians["exact"][0]
+        print(f"    {'ok' if ratio <= _MOST else 'MISSED'}: {ratio:.2f} x, at most {_MOST} x", flush=True)
+
+
+def _answer(process: subprocess.Popen[str]) -> Any:
+    """Return what a process answers in one line."""
+    assert process.stdout is not None
+    return json.loads(process.stdout.readline())
 
 
 def show(task: str, options: argparse.Namespace) -> None:
@@ -330,12 +384,17 @@ def main() -> None:
     parser.add_argument("tasks", nargs="*", choices=[*CONTENDERS, "fill", []], default=[])
     parser.add_argument("--contenders", nargs="+", default=[])
     parser.add_argument("--rounds", type=int, default=20, help="rounds of fill")
+    parser.add_argument(
+        "--faults", action="store_true", help="fill: let glibc give memory back after each step"
+    )
     parser.add_argument("--limit", type=float, default=600, help="seconds that a process may take")
     parser.add_argument("--cpu-time", action="store_true", help="count seconds of processors")
     parser.add_argument("--be", help=argparse.SUPPRESS)
     options = parser.parse_args()
     for task in options.tasks or [*CONTENDERS, "fill"]:
-        if options.be:
+        if options.be and task == "fill":
+            be_filled(*options.be.split("-"))
+        elif options.be:
             contend(task, options.be, options.cpu_time)
         elif task == "fill":
             fill(options)

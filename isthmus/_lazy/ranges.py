@@ -23,6 +23,8 @@ from isthmus._device.core.slack import Slack
 from isthmus._graph.graph import Graph
 from isthmus._graph.nodes import Leaf, Node
 from isthmus._graph.passes import optimise
+from isthmus._graph.passes.rewrite import fill_offsets
+from isthmus._graph.passes.slice_gradients import BACKWARDS
 from isthmus._lazy.trace import trace
 from isthmus._program import ranges
 from isthmus._program.program import STATELESS, StateLayout
@@ -65,11 +67,17 @@ def _found(
     limits: Limits,
 ) -> Match | Refused | None:
     try:
-        graph = ranges.lifted_strides(lambda: optimise(Graph.of(wanted), "lazy"), _offset)
+        graph = ranges.lifted_strides(lambda: _graph_of(wanted), _offset)
         return ranges.find(graph, partial(given, donate=donate), ranges.OPTIONS, state, results, limits)
     except Refused as error:
         ranges.note(error)
         return error
+
+
+def _graph_of(wanted: tuple[Node, ...]) -> Graph:
+    """Return the optimised graph; where gradients of slices start and end are integers of it, since sizes are."""
+    offsets = dict(enumerate(trace.offsets))
+    return optimise(fill_offsets(Graph.of(wanted), offsets, BACKWARDS), "lazy")
 
 
 def refusal(wanted: tuple[Node, ...]) -> str:

@@ -154,8 +154,8 @@ class RangedProgram:
             return self._prepare(self._ranges(sizes), given)
 
     def _prepare(self, ranges: Sizes, given: Given) -> tuple[PaddedExecutable, tuple[int, ...], bool]:
-        shapes = [tuple(ranges.padded(n) for n in shape) for shape in self.padded.inputs]
-        outputs = [tuple(ranges.padded(n) for n in shape) for shape in self.padded.outputs]
+        shapes = [ranges.padded_shape(shape) for shape in self.padded.inputs]
+        outputs = [ranges.padded_shape(shape) for shape in self.padded.outputs]
         donate = self._donatable(given, shapes, outputs, ranges in self._free)
         there = self._donated.get(ranges.key)
         known = there is not None and not set(donate) > set(there)
@@ -196,7 +196,7 @@ class RangedProgram:
 
     def _is_free(self, ranges: Sizes) -> bool:
         """Return whether all arrays whose sizes vary are small."""
-        sizes = [math.prod(ranges.padded(n) for n in shape) for shape in self._varying]
+        sizes = [math.prod(ranges.padded_shape(shape)) for shape in self._varying]
         return max(sizes, default=0) <= _FREE and max(ranges.bounds.values()) <= _LONGEST_FREE
 
     def _as_long_as_free(self, ranges: Sizes) -> Sizes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
 from collections.abc import Callable, Iterator
@@ -296,6 +297,39 @@ def test_the_last_batch_of_an_epoch_is_one_program_more() -> None:
     torch.testing.assert_close(found, losses("cpu"), rtol=1e-5, atol=1e-5)
     # The first step, steps with momentum, and the short batch.
     assert compilations.count <= 3
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_gradients_of_slices_of_a_table(jitted: bool) -> None:
+    """Where such a gradient starts and ends is an input of a recorded program, and a size of one for a range."""
+
+    def losses(device: str) -> list[float]:
+        torch.manual_seed(0)
+        positions = nn.Parameter(torch.randn(64, 96, device="cpu").to(device))
+        optimizer = torch.optim.SGD([positions], lr=0.1)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            n = x.shape[1]
+            loss = (x + positions[:n] + positions[64 - n :]).square().mean() + positions[3].sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        run = isthmus.jit(step) if jitted and device == "jax" else step
+        found = []
+        for n in (50, 41, 33, 64, 60, 37, 50, 41):
+            x = torch.randn(2, n, 96, generator=torch.Generator().manual_seed(n))
+            found.append(run(x.to(device)).item())
+        return found
+
+    compilations = Compilations()
+    refused = counters.counts["sizes refused"]
+    with contextlib.nullcontext() if jitted else isthmus.lazy():
+        found = losses("jax")
+    torch.testing.assert_close(found, losses("cpu"), rtol=1e-5, atol=1e-5)
+    assert counters.counts["sizes refused"] == refused
+    assert compilations.count <= 4
 
 
 def test_a_size_that_comes_often_gets_its_exact_program() -> None:

@@ -29,10 +29,11 @@ _SMALL = 2**20
 def written_out(left: Array, right: Array) -> Array:
     """Return the left matrix of a product, which is a transposed one, in memory of its own where that is faster."""
     (rows, inner), columns = left.shape, right.shape[-1]
-    if not all(isinstance(size, int) for size in (rows, inner, columns)):
+    if not (isinstance(rows, int) and isinstance(columns, int)):
         return left  # a program for a range of sizes, or one to be exported
     if compiler.platform() != "cpu" or compiler.is_portable() or left.dtype != "float32":
         return left
-    if rows < columns or rows * inner * columns < _SMALL:
+    # A range of sizes may have large ones.
+    if rows < columns or (isinstance(inner, int) and rows * inner * columns < _SMALL):
         return left
     return jax.lax.optimization_barrier(left)

@@ -18,6 +18,7 @@ numbers are the same bits.
 ``sizes.py``              symbols, their ranges, the grid of padded sizes
 ``layout.py``             padded arrays: which parts an axis consists of, masks, changes of layout
 ``interpreter.py``        runs a jaxpr on padded arrays; the table of rules
+``wanted_zeros.py``       which values get zeros for padding where they are computed, to save masks later
 ``rules/``                what each primitive does to padding, a file per family
 ``program.py``            ``PaddedProgram``: one trace, one executable per set of padded sizes
 ========================  ==========================================================================================

@@ -26,8 +26,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from isthmus._runtime.padding.layout import PaddedArray, Padding, exact
+from isthmus._runtime.padding.layout import UNIFORM, PaddedArray, Padding, exact
 from isthmus._runtime.padding.sizes import Refused, is_symbolic
+from isthmus._runtime.padding.wanted_zeros import MOVES, NOTHING, wanted_zeros
 
 Array = jax.Array
 Rule = Callable[..., PaddedArray | list[PaddedArray]]
@@ -91,9 +92,12 @@ def out_dtype(eqn: JaxprEqn, n: int = 0) -> Any:
 class Interpreter(Padding):
     """Evaluates jaxprs on padded arrays for given sizes."""
 
-    def evaluate(self, closed: ClosedJaxpr, operands: Sequence[PaddedArray]) -> list[PaddedArray]:
-        """Return the results of a jaxpr for these operands."""
+    def evaluate(
+        self, closed: ClosedJaxpr, operands: Sequence[PaddedArray], zeros: Sequence[frozenset[int]] = ()
+    ) -> list[PaddedArray]:
+        """Return the results of a jaxpr for these operands; ``zeros`` says where they had better have some."""
         jaxpr = closed.jaxpr
+        wanted = wanted_zeros(jaxpr, zeros)
         values: dict[Any, PaddedArray] = {}
         values.update(
             zip(jaxpr.constvars, [exact(jnp.asarray(const)) for const in closed.consts], strict=True)
@@ -106,17 +110,26 @@ class Interpreter(Padding):
             return values[atom]
 
         for eqn in jaxpr.eqns:
-            results = self._equation(eqn, [read(atom) for atom in eqn.invars])
+            here = [wanted.get(result, NOTHING) for result in eqn.outvars]
+            results = self._equation(eqn, [read(atom) for atom in eqn.invars], here)
+            if any(here) and eqn.primitive.name not in MOVES | CALLS:
+                results = [self._zeroed(x, each) for x, each in zip(results, here, strict=True)]
             values.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
-    def _equation(self, eqn: JaxprEqn, operands: list[PaddedArray]) -> list[PaddedArray]:
+    def _zeroed(self, x: PaddedArray, axes: frozenset[int]) -> PaddedArray:
+        """Return ``x`` with zeros in the padding along axes; uniform ones stay so."""
+        return self.fill(x, [i for i in sorted(axes) if x.axes[i] is not UNIFORM], 0)
+
+    def _equation(
+        self, eqn: JaxprEqn, operands: list[PaddedArray], zeros: Sequence[frozenset[int]]
+    ) -> list[PaddedArray]:
         name = eqn.primitive.name
         # Derivative rules of a ``custom_jvp_call`` are not needed: what is traced here is not differentiated again.
         if name in CALLS:
             inner = next(eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params)
             closed = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
-            return self.evaluate(closed, operands)
+            return self.evaluate(closed, operands, zeros)
         # No operand has padding then, since padding comes from symbolic sizes alone.
         if not is_symbolic_equation(eqn):
             results = eqn.primitive.bind(*[x.array for x in operands], **eqn.params)

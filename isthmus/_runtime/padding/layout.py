@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from isthmus._runtime import compiler
 from isthmus._runtime.padding.sizes import MOST_ELEMENTS, Refused, Size, Sizes, is_symbolic
 
 Array = jax.Array
@@ -172,7 +173,28 @@ class Padding:
         for i in axes:
             layout = x.axes[i]
             assert layout is not None
-            mask &= along(self.valid(layout), i, x.array.ndim)
+            others = [k for k, n in enumerate(x.array.shape) if k != i and n > 1]
+            if others and compiler.platform() == "cpu" and not compiler.is_portable():
+                mask &= self._valid_at_once(x.array.shape, layout, i, others[0])
+            else:
+                mask &= along(self.valid(layout), i, x.array.ndim)
+        return mask
+
+    def _valid_at_once(self, shape: tuple[int, ...], layout: tuple[Part, ...], i: int, other: int) -> Array:
+        """Return for each element of an array what ``valid`` says of its position along axis ``i``.
+
+        XLA:CPU computes the operands of a select again for each of its readers if its mask is a vector, since such a
+        select reads one array only. So the true size is compared as a vector along another axis, and the mask is a
+        matrix: gradients of a layer, which three products and sums read, are then masked where they are computed.
+        """
+        place = lax.broadcasted_iota(jnp.int32, shape, i)
+        mask = jnp.ones([1] * len(shape), bool)
+        for n, part in reversed([*enumerate(layout)]):
+            if is_symbolic(part.size):
+                size = jnp.broadcast_to(self.sizes.true(part.size), (shape[other],))
+                limit = along(lax.optimization_barrier(size), other, len(shape))
+                mask &= (place if n == 0 else place % part.padded) < limit
+            place = place // part.padded if n else place
         return mask
 
     def fill(self, x: PaddedArray, axes: Iterable[int], value: Any) -> PaddedArray:

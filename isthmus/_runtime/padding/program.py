@@ -19,6 +19,7 @@ while compiling (``executable``), where a primitive has no rule. The caller comp
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -90,6 +91,9 @@ class PaddedProgram:
             Exception
         ) as error:  # a lowering that wants a value may raise anything; the exact program decides
             raise Refused("trace", f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
+        # JAX asks by exceptions whether a size is a number, and these hold all callers, with arrays that are donated
+        # only if nothing else holds them.
+        gc.collect()
         self.inputs: tuple[Shape, ...] = tuple(v.aval.shape for v in self.closed.jaxpr.invars)
         self.outputs: tuple[Shape, ...] = tuple(v.aval.shape for v in self.closed.jaxpr.outvars)
         self.dtypes = tuple(v.aval.dtype for v in self.closed.jaxpr.outvars)
@@ -110,11 +114,16 @@ class PaddedProgram:
             for name, dim in dims.items()
         }
         self._executables: dict[Any, PaddedExecutable] = {}
+        self._sizes: dict[Any, Sizes] = {}
 
     def sizes_for(self, values: Mapping[str, int], per_octave: int) -> Sizes:
         """Return the ranges that the program for these sizes serves."""
-        bounds = {n: self.symbols[n].bound_for(values[n], per_octave) for n in self.names}
-        return Sizes(self.symbols, bounds, per_octave)
+        bounds = [self.symbols[n].bound_for(values[n], per_octave) for n in self.names]
+        key = (*bounds, per_octave)
+        # One object for each, since it remembers what it has worked out.
+        if key not in self._sizes:
+            self._sizes[key] = Sizes(self.symbols, dict(zip(self.names, bounds, strict=True)), per_octave)
+        return self._sizes[key]
 
     def doubled(self, ranges: Sizes, name: str) -> Sizes:
         """Return ranges with twice the padded size of one symbol."""
@@ -171,7 +180,7 @@ class PaddedProgram:
             results = [run.canonical(y) for y in run.evaluate(self.closed, operands)]
             return tuple(y.array for y in results), (tuple(y.zero for y in results), run.masks, run.relayouts)
 
-        shapes = [tuple(sizes.padded(n) for n in shape) for shape in self.inputs]
+        shapes = [sizes.padded_shape(shape) for shape in self.inputs]
         examples = [jax.ShapeDtypeStruct((len(self.names),), np.int32)]
         examples += [
             jax.ShapeDtypeStruct(shape, v.aval.dtype)
@@ -198,8 +207,8 @@ class PaddedProgram:
         ) as error:  # a shape that JAX refuses when it is padded
             raise Refused("padded", f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
         flags, masks, relayouts = extras[-1]
-        shapes = tuple(tuple(sizes.padded(n) for n in shape) for shape in self.inputs)
-        outputs = tuple(tuple(sizes.padded(n) for n in shape) for shape in self.outputs)
+        shapes = tuple(sizes.padded_shape(shape) for shape in self.inputs)
+        outputs = tuple(sizes.padded_shape(shape) for shape in self.outputs)
         return PaddedExecutable(built.call, shapes, outputs, flags, masks, relayouts)
 
 

@@ -123,8 +123,9 @@ class Sizes:
         self.symbols, self.bounds, self.per_octave = symbols, dict(bounds), per_octave
         self._values: Mapping[str, Array] = {}
         self._largest: dict[Size, tuple[int, int]] = {}
+        self._lengths: dict[tuple[Size, ...], tuple[int, ...]] = {}
 
-    @property
+    @functools.cached_property
     def key(self) -> SizesKey:
         """Return the key of a program's executable: two of these with one key share it."""
         return (tuple(sorted(self.bounds.items())), self.per_octave)
@@ -157,6 +158,12 @@ class Sizes:
         with jax.ensure_compile_time_eval():  # max(s, 3) is evaluated by JAX, which may be tracing here
             values = np.asarray(_reader().evaluate(size, grid))
         return int(values.min()), int(values.max())
+
+    def padded_shape(self, shape: tuple[Size, ...]) -> tuple[int, ...]:
+        """Return the shape of a padded array."""
+        if shape not in self._lengths:
+            self._lengths[shape] = tuple(self.padded(n) for n in shape)
+        return self._lengths[shape]
 
     def padded(self, size: Size) -> int:
         """Return the length of a padded axis of this size."""
