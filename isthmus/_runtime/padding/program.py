@@ -19,8 +19,9 @@ while compiling (``executable``), where a primitive has no rule. The caller comp
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +62,25 @@ class PaddedExecutable:
     relayouts: int
 
 
+@contextlib.contextmanager
+def _without_cycles() -> Iterator[None]:
+    """Free what a trace leaves in cycles.
+
+    JAX asks by exceptions whether a size is a number, and these hold all callers, with arrays that are donated only if
+    nothing else holds them. What was there before the trace is frozen meanwhile, so that the collection does not look
+    at it: there may be a million objects. Objects that were frozen before would be thawed, so then none are frozen.
+    """
+    freezes = not gc.get_freeze_count()
+    if freezes:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        gc.collect()
+        if freezes:
+            gc.unfreeze()
+
+
 class PaddedProgram:
     """A function of arrays with symbolic sizes; makes executables for ranges of them."""
 
@@ -83,7 +103,7 @@ class PaddedProgram:
         """
         self.names = tuple(sorted(dims))
         try:
-            with compiler.scoped_x64():
+            with compiler.scoped_x64(), _without_cycles():
                 self.closed = jax.jit(function).trace(*inputs).jaxpr
         except Refused:
             raise
@@ -91,9 +111,6 @@ class PaddedProgram:
             Exception
         ) as error:  # a lowering that wants a value may raise anything; the exact program decides
             raise Refused("trace", f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
-        # JAX asks by exceptions whether a size is a number, and these hold all callers, with arrays that are donated
-        # only if nothing else holds them.
-        gc.collect()
         self.inputs: tuple[Shape, ...] = tuple(v.aval.shape for v in self.closed.jaxpr.invars)
         self.outputs: tuple[Shape, ...] = tuple(v.aval.shape for v in self.closed.jaxpr.outvars)
         self.dtypes = tuple(v.aval.dtype for v in self.closed.jaxpr.outvars)
