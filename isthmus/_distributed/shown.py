@@ -1,14 +1,17 @@
 """Parameters shown otherwise while a module's forward runs: gathered, or with a constraint on their gradient.
 
 A tensor in a module's ``__dict__`` is found before the ``Parameter`` of that name, which stays where it was for
-everything outside of forward. Dynamo traces this, and since it is undone there is no side effect in the graph. The
-hooks are objects and no closures, so that a deep copy of the module gets hooks for its own submodules.
+everything outside of forward. Dynamo traces this, and since it is undone there is no side effect in the graph; up to
+torch 2.12 it calls the hooks between two graphs. The hooks are objects and no closures, so that a deep copy of the module
+gets hooks for its own submodules.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from isthmus._device.torch_glue.private import parameters_of
@@ -31,6 +34,7 @@ class Shown:
 
     def install(self, module: nn.Module) -> None:
         """Begin to show the parameters of the group when this module runs."""
+        _keep_from_dynamo()
         module.register_forward_pre_hook(_Show(self), prepend=True)
         module.register_forward_hook(_Hide(self), always_call=True)
 
@@ -47,6 +51,18 @@ class Shown:
     def after(self, output: Any) -> Any:
         """Return what becomes of the module's output."""
         return output
+
+
+@functools.cache
+def _keep_from_dynamo() -> None:
+    """Let Dynamo call the hooks and not trace them, where it would undo their work by deleting the parameters.
+
+    For what was put into a module's ``__dict__`` and taken out again, Dynamo up to torch 2.12 writes ``del
+    module.weight``, which removes the ``Parameter``.
+    """
+    if torch.__version__ < (2, 13):
+        for hook in (_Show, _Hide):
+            hook.__call__ = torch.compiler.disable(hook.__call__)  # type: ignore[method-assign]
 
 
 class _Show:
