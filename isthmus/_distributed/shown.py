@@ -2,8 +2,8 @@
 
 A tensor in a module's ``__dict__`` is found before the ``Parameter`` of that name, which stays where it was for
 everything outside of forward. Dynamo traces this, and since it is undone there is no side effect in the graph; up to
-torch 2.12 it calls the hooks between two graphs. The hooks are objects and no closures, so that a deep copy of the module
-gets hooks for its own submodules.
+torch 2.12 it calls the hooks between two graphs. The hooks are objects and no closures, so that a deep copy of the
+module gets hooks for its own submodules.
 """
 
 from __future__ import annotations
