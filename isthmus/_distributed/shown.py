@@ -60,7 +60,7 @@ def _keep_from_dynamo() -> None:
     For what was put into a module's ``__dict__`` and taken out again, Dynamo up to torch 2.12 writes ``del
     module.weight``, which removes the ``Parameter``.
     """
-    if torch.__version__ < (2, 13):
+    if torch.__version__ < "2.13":  # a TorchVersion, which compares numbers
         for hook in (_Show, _Hide):
             hook.__call__ = torch.compiler.disable(hook.__call__)  # type: ignore[method-assign]
 
