@@ -479,6 +479,14 @@ def slices_of_fixed_tables(w: Tensor, places: Tensor, causal: Tensor, x: Tensor)
     return (y @ y.transpose(1, 2)).masked_fill(causal[:, :n, :n] == 0, float("-inf")).softmax(-1) @ y @ w
 
 
+@_function(ONE, lambda n: [floats(32, 8), floats(2, n, 8)])
+def slices_of_many_kinds(w: Tensor, table: Tensor, x: Tensor) -> Any:
+    n = x.shape[1]
+    of_table = table[:n] + table[-n:] * table[3 : n + 3], table[n:].sum(0), table[n - 2 :: 2].sum(0)
+    inside = x[:, 1:], x[:, :-2], x[:, -3:], x[:, 1:-1], x[:, 2:5], x[:, :100] @ w
+    return *of_table, *inside, x[:, : n // 2].sum(1), x[:, 1::2].sum(1)
+
+
 @_function(EVEN, lambda n: [floats(2, n, 8)])
 def windows_of_four(w: Tensor, x: Tensor) -> Any:
     y = x.view(2, -1, 4, 8)

@@ -8,6 +8,8 @@ are sizes::
     as_strided(x[12, 7], size=(12, 3), stride=(7, 1), offset=2)   # x[:, 2:5]
     _read(x, shape=(12, 7), start=(0, 2), count=(12, 3), step=(1, 1), ...)
 
+``aten.slice`` in graphs of ``torch.compile`` becomes such a read as well.
+
 The offset of a view is a leaf, whose value the caller knows (``Offsets``): it decides which slice of the grid the view
 is, so it is an integer of the rewritten graph. A view that is no slice of a grid (a diagonal, say) or that starts at a
 computed place raises ``Refused``, and the graph is compiled exactly.
@@ -52,9 +54,34 @@ def without_strides(graph: Graph, offset_of: Offsets) -> Graph:
                 raise Refused("as_strided_scatter", "a write that is no slice")
             arguments = {"0": Input(0), "1": Input(1), **grid}
             return node(call_of(_write, arguments, call.types), *inputs[:2])
+        if call.op is _aten.slice.Tensor and len(inputs) == 1:
+            parts = _slice(call, inputs[0].type.size)
+            return node(call_of(_read, {"0": Input(0), **parts}, call.types), inputs[0]) if parts else None
         return None
 
     return rewrite(graph, rule)
+
+
+def _slice(call: Call, shape: Ints) -> Arguments | None:
+    """Return the arguments of ``_read`` for ``aten.slice``, None for an empty one.
+
+    Its lowering clamps the end to the length of the axis, which makes another size where one of the two is a symbol.
+    """
+    arguments, (result,) = dict(call.arguments), call.types
+    if result is None or 0 in result.size:
+        return None
+    dim, step = arguments.get("dim", 0) % len(shape), arguments.get("step", 1)
+    first = slice(arguments.get("start"), arguments.get("end")).indices(shape[dim])[0]
+    axes = range(len(shape))
+    return {
+        "shape": shape,
+        "start": tuple(first if d == dim else 0 for d in axes),
+        "count": result.size,
+        "step": tuple(step if d == dim else 1 for d in axes),
+        "order": tuple(axes),
+        "dims": tuple(axes),
+        "size": result.size,
+    }
 
 
 def _grid(

@@ -193,6 +193,37 @@ def test_training_with_dropout_has_the_losses_of_exact_programs(number: int) -> 
     torch.testing.assert_close(found, train("jax", lengths, 0.3, "exact")[0], rtol=1e-5, atol=1e-5)
 
 
+class LearnedPositions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places, self.out = nn.Embedding(32, 16), nn.Embedding(64, 16), nn.Linear(16, 8)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
+        return self.out(x)  # type: ignore[no-any-return]
+
+
+def test_a_table_of_which_a_size_says_how_much() -> None:
+    """A slice of fixed length ends where a size says, which is a symbol in the range and no number."""
+    torch.manual_seed(0)
+    model = LearnedPositions()
+    ours = copy.deepcopy(model).to("jax")
+    compiled = torch.compile(ours, backend="isthmus")
+    refused = sum(ranges.refusals.values())
+    for n in (9, 13, 20, 31, 17, 5, 64):
+        tokens = torch.arange(2 * n).reshape(2, n) * 7 % 32
+        known = counters.counts["compilations"]
+        compiled(tokens.to("jax")).square().sum().backward()
+        # One range up to 32, forward and backward; the first size has its own, 64 another.
+        if n in (20, 31, 17, 5):
+            assert counters.counts["compilations"] == known
+        model(tokens).square().sum().backward()
+    for parameter, expected in zip(ours.parameters(), model.parameters(), strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad.cpu(), expected.grad, rtol=1e-4, atol=1e-4)
+    assert sum(ranges.refusals.values()) == refused
+
+
 def test_a_view_may_start_elsewhere() -> None:
     """Runs are found by sizes and whether there is an offset, programs by the offset itself."""
     run = compiled(lambda x: x * 2)

@@ -39,9 +39,11 @@ QUICK_FUNCTIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", QUICK_FUNCTIONS)
-def test_quick_functions(name: str) -> None:
-    check(FUNCTIONS[name], "lazy")
+@pytest.mark.parametrize(
+    ("mode", "name"), [*[("lazy", name) for name in QUICK_FUNCTIONS], ("compile", "slices_of_many_kinds")]
+)
+def test_quick_functions(mode: str, name: str) -> None:
+    check(FUNCTIONS[name], mode)
 
 
 @pytest.mark.slow
