@@ -19,6 +19,7 @@ import torch
 
 from isthmus import config
 from isthmus._caches import LruCache
+from isthmus._device.core.slack import Slack
 from isthmus._device.core.small_ops import LIMIT, OFTEN, is_exact, is_there
 from isthmus._graph.backends import backend_named
 from isthmus._graph.graph import Graph
@@ -48,6 +49,17 @@ class SmallGraph:
         leaves = [n.call for n in self.graph.inputs]
         return [trace.arrays[c.index] for c in leaves if isinstance(c, Leaf) and c.kind == "array"]
 
+    def is_accepted(self) -> bool:
+        """Run the graph for nothing; return False where the CPU refuses it, since the device may not."""
+        arrays = [trace.arrays[at] for at in self.program.slots]
+        arrays = [array.exact() if type(array) is Slack else array for array in arrays]
+        constants = self.program.pack_numbers(trace.numbers, trace.offsets)
+        try:
+            self.program.call(*self.program.arguments(arrays, constants, []))
+        except Exception:
+            return False
+        return True
+
 
 _graphs: LruCache[tuple[Node, ...], list[SmallGraph | None]] = LruCache("small recorded graphs", 1024)
 
@@ -63,7 +75,9 @@ def find(wanted: tuple[Node, ...]) -> SmallGraph | None:
     if known is None:
         # Looked at once per graph; later runs find the answer by the nodes.
         small = SmallGraph(tuple(dict.fromkeys(wanted))) if _is_small(wanted) else None
-        known = _graphs[wanted] = [small if small is not None and _is_exact(small.graph) else None]
+        if small is not None and not (_is_exact(small.graph) and small.is_accepted()):
+            small = None
+        known = _graphs[wanted] = [small]
     small = known[0]
     if small is None or small.left == 0 or not all(map(is_there, small.arrays())):
         return None

@@ -68,6 +68,27 @@ def test_results_are_those_of_the_device(name: str, lazy: bool) -> None:
     assert torch.equal(found, function(X, F))
 
 
+ACCEPTED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "histc": lambda x: torch.histc(x, 4, 0, 8),
+    "histc of a sum": lambda x: torch.histc(x + 1, 4, 0, 8).cumsum(0),
+    "histc of bytes": lambda x: torch.histc(x.clamp(0).to(torch.uint8), 4),
+}
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_what_the_cpu_has_no_kernel_for_runs_on_the_device(name: str, lazy: bool) -> None:
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        ACCEPTED[name](X)
+    with isthmus.lazy() if lazy else contextlib.nullcontext():
+        for _ in range(2):
+            counts = ACCEPTED[name](X.to("jax")).tolist()
+            assert sum(counts) > 0
+            isthmus.config.small_ops = "device"
+            assert counts == ACCEPTED[name](X.to("jax")).tolist()
+            isthmus.config.small_ops = "host"
+
+
 def test_a_growing_list_compiles_nothing() -> None:
     def grow() -> None:
         ids, expected = X[:1].to("jax"), X[:1]

@@ -96,7 +96,14 @@ def _until_often(kernel: Kernel, key: Any, run: Plan) -> Plan:
             args, kwargs = kernel.schema.split(values)
             return kernel.entry(*args, **kwargs)
         with mode.reason("a small op on the host"):
-            return run(inputs, values)
+            try:
+                return run(inputs, values)
+            except Exception:
+                # The CPU refuses it. The device may not, as ``histc`` of integers; its plan knows.
+                kernel.plans.pop(key, None)
+                kernel.frequent.add(key)
+        args, kwargs = kernel.schema.split(values)
+        return kernel.entry(*args, **kwargs)
 
     return counted
 
