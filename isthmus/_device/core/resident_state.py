@@ -315,15 +315,10 @@ def _died(residence: ref[Residence], _: Any) -> None:
         return
     alive.dead = True
     # Buffers die in the middle of anything, of a compilation too: to wait here for another thread might be for ever.
-    if donation.lock._is_owned():  # type: ignore[attr-defined]  # threading.Condition asks an RLock for it, too
-        alive.give_back()
-        return
-    try:
-        if donation.lock.acquire(blocking=False):
+    if donation.lock.acquire(blocking=False):
+        try:
             alive.give_back()
-    finally:
-        # Asked again: a Ctrl-C may come between the call's return and anything that could remember its result.
-        if donation.lock._is_owned():  # type: ignore[attr-defined]
+        finally:
             donation.lock.release()
 
 
