@@ -81,10 +81,11 @@ class Injector:
         """Raise before a line of this package is run, as a signal handler may: it runs between two bytecodes."""
 
         def local(frame: FrameType, event: str, _: Any) -> Any:
-            # A trace function is called for the line of a ``with`` once more before its lock is released, where no
-            # signal handler can be.
-            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-            if event == "line" and not line.lstrip().startswith("with "):
+            # Where no signal handler can be: at the line of a ``with``, which a trace function is called for once more
+            # before its lock is released; at a ``try``, which is no instruction that could be left; and before a
+            # release that follows no call.
+            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
+            if event == "line" and not line.startswith(("with ", "try:")) and "lock.release()" not in line:
                 self.event()
             return local
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import isthmus
+from isthmus._device.core import donation
 from isthmus._lazy import programs
 from tests.conftest import drop_programs
 from tests.faults.injector import Injector, internal, out_of_memory, watching_runs
@@ -113,6 +114,8 @@ def campaign(mode: str, kind: str, error: Any, wanted: int, times: int = 1, runs
         struck += disturb(training, undisturbed, injector)
     if runs is not None:
         runs.clear()
+    # Another thread would wait for ever.
+    assert "unlocked" in repr(donation.lock), donation.lock
     training.run(10)
     wanted_state = undisturbed.after(training.done)
     assert same(training.state(), wanted_state), differences(training.state(), wanted_state)

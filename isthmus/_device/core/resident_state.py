@@ -315,11 +315,15 @@ def _died(residence: ref[Residence], _: Any) -> None:
         return
     alive.dead = True
     # Buffers die in the middle of anything, of a compilation too: to wait here for another thread might be for ever.
-    if donation.lock.acquire(blocking=False):
-        try:
+    acquired = False
+    try:
+        # By unpacking, so that no signal handler runs between the call and the assignment: see donation.py.
+        (acquired,) = map(donation.lock.acquire, (False,))
+        if acquired:
             alive.give_back()
-        finally:
-            donation.lock.release()
+    finally:
+        # Nor before the release, since no call is before it: a lock left behind would stop all other threads.
+        _ = acquired and donation.lock.release()  # type: ignore[func-returns-value]
 
 
 def _alive(reference: ref[Buffer]) -> Buffer:
